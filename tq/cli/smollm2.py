@@ -41,12 +41,7 @@ _MERGED = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-_SITES = {  # site: (producer, linear layer that reads the result)
-    "input_layernorm": ("rms_norm", "self_attn.q_proj"),
-    "post_attention_layernorm": ("rms_norm", "mlp.gate_proj"),
-    "silu_mul": ("silu_mul", "mlp.down_proj"),
-    "o_proj": ("quantize", "self_attn.o_proj"),
-}
+_OTHER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _CHAT_PROMPTS = ("Name three colours of the rainbow.", "How do I boil an egg? Answer briefly.")
 
 Report = Callable[[str], None]
@@ -198,7 +193,7 @@ def _quantize_checkpoint(source: Path, folder: Path) -> None:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": tensor, "input_activations": tensor}},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in _OTHER_FILES:
         shutil.copy(source / name, folder)
 
 
@@ -209,6 +204,27 @@ def fp8_folder(cache: str | os.PathLike[str] | None = None, report: Report = _si
         return target
     source = bf16_folder(cache, report)
     return _once(target, lambda path: _quantize_checkpoint(source, path), report, "calibrating the FP8 checkpoint")
+
+
+def first_layers(folder: Path, layers: int) -> Path:
+    """A copy of the model `folder` with its first decoder layers only, beside it."""
+    from safetensors.torch import load_file, save_file
+
+    def fill(path: Path) -> None:
+        path.mkdir()
+        kept = {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            parts = name.split(".")
+            if parts[1] != "layers" or int(parts[2]) < layers:
+                kept[name] = tensor
+        save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
+        (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        for name in _OTHER_FILES:
+            shutil.copy(folder / name, path)
+
+    return _once(folder.with_name(f"{folder.name}-layers{layers}"), fill, _silent, "")
 
 
 def captured_activations(
@@ -228,69 +244,30 @@ def captured_activations(
     """
     from safetensors.torch import load_file, save_file
 
+    from tq.cli.capture import SITES, capture
+
     name = f"smollm2-135m-captured-{_digest(text('calibration'), text('evaluation'))}.safetensors"
     target = cache_folder(cache) / name
     if not target.exists():
         source, quantized = bf16_folder(cache, report), fp8_folder(cache, report)
-        _once(target, lambda path: save_file(_capture(source, quantized), path), report, "capturing activations")
+
+        def fill(path: Path) -> None:
+            model, tokenizer = _load(source)
+            ids = tokenizer(text("evaluation")).input_ids
+            save_file(capture(model, ids, CAPTURED_LAYERS, quantized), path)
+
+        _once(target, fill, report, "capturing activations")
     held = load_file(target)
     sites = {}
     for layer in CAPTURED_LAYERS:
-        for site, (producer, _) in _SITES.items():
+        for site, (producer, _) in SITES.items():
             name = f"layers.{layer}.{site}"
             x = held[f"{name}.x"][:tokens]
-            args, kwargs = (x,), {}
+            args: tuple[torch.Tensor, ...] = (x,)
+            kwargs: dict[str, Any] = {}
             if producer == "rms_norm":
                 args, kwargs = (x, held[f"{name}.weight"]), {"eps": RMS_EPS}
                 if f"{name}.residual" in held:
                     kwargs["residual"] = held[f"{name}.residual"][:tokens]
             sites[name] = CapturedSite(name, producer, args, kwargs, held[f"{name}.scale"])
     return sites
-
-
-def _capture(source: Path, quantized: Path) -> dict[str, torch.Tensor]:
-    from safetensors import safe_open
-
-    model, tokenizer = _load(source)
-    layers = model.model.layers
-    seen: dict[str, torch.Tensor] = {}
-
-    def keep_input(name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
-        return lambda _, args: seen.__setitem__(name, args[0].detach()[0].clone())
-
-    def keep_output(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
-        def hook(_: torch.nn.Module, __: Any, output: Any) -> None:
-            seen[name] = (output[0] if isinstance(output, tuple) else output).detach()[0].clone()
-
-        return hook
-
-    for index, layer in enumerate(layers):
-        layer.input_layernorm.register_forward_pre_hook(keep_input(f"{index}.stream"))
-        layer.post_attention_layernorm.register_forward_pre_hook(keep_input(f"{index}.middle"))
-        layer.self_attn.register_forward_hook(keep_output(f"{index}.attention"))
-        layer.self_attn.o_proj.register_forward_pre_hook(keep_input(f"{index}.o_proj"))
-        layer.mlp.gate_proj.register_forward_hook(keep_output(f"{index}.gate"))
-        layer.mlp.up_proj.register_forward_hook(keep_output(f"{index}.up"))
-        layer.mlp.register_forward_hook(keep_output(f"{index}.mlp"))
-    with torch.inference_mode():
-        model(torch.tensor([tokenizer(text("evaluation")).input_ids]))
-
-    out: dict[str, torch.Tensor] = {}
-    with safe_open(quantized / "model.safetensors", framework="pt") as checkpoint:
-        for i in CAPTURED_LAYERS:
-            name = f"layers.{i}"
-            if i:
-                out[f"{name}.input_layernorm.x"] = seen[f"{i - 1}.mlp"]
-                out[f"{name}.input_layernorm.residual"] = seen[f"{i - 1}.middle"]
-            else:
-                out[f"{name}.input_layernorm.x"] = seen["0.stream"]
-            out[f"{name}.post_attention_layernorm.x"] = seen[f"{i}.attention"]
-            out[f"{name}.post_attention_layernorm.residual"] = seen[f"{i}.stream"]
-            out[f"{name}.silu_mul.x"] = torch.cat((seen[f"{i}.gate"], seen[f"{i}.up"]), dim=-1)
-            out[f"{name}.o_proj.x"] = seen[f"{i}.o_proj"]
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                out[f"{name}.{norm}.weight"] = getattr(layers[i], norm).weight.detach().clone()
-            for site, (_, linear) in _SITES.items():
-                out[f"{name}.{site}.scale"] = checkpoint.get_tensor(f"model.{name}.{linear}.input_scale")
-    # One tensor may serve two sites, and safetensors refuses shared memory.
-    return {key: value.clone(memory_format=torch.contiguous_format) for key, value in out.items()}
