@@ -1,0 +1,110 @@
+"""What was fused, what was not and why, and a way to watch fused calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+Observer = Callable[[str, str, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+@dataclass
+class Boundary:
+    """One place where a producer feeds a linear layer.
+
+    name: module name of the producer, such as "model.layers.0.input_layernorm".
+    producer: name in `tq.PRODUCERS`. consumer: module name of the linear layer.
+    scheme: name in `tq.SCHEMES`, `None` when not fused. reason: why not fused, `None` when fused.
+    calls: fused calls run by Python; compiled code and graph replays do not pass through Python.
+    """
+
+    name: str
+    producer: str
+    consumer: str
+    scheme: str | None = None
+    reason: str | None = None
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Snapshot of all boundaries of the live models. disabled: why nothing is fused in this process, or `None`."""
+
+    boundaries: tuple[Boundary, ...]
+    disabled: str | None = None
+
+    @property
+    def total(self) -> int:
+        return len(self.boundaries)
+
+    @property
+    def fused(self) -> int:
+        return sum(boundary.reason is None for boundary in self.boundaries)
+
+    @property
+    def calls(self) -> int:
+        return sum(boundary.calls for boundary in self.boundaries)
+
+    def __str__(self) -> str:
+        lines = [f"{self.fused} of {self.total} boundaries fused" + (f" ({self.disabled})" if self.disabled else "")]
+        for boundary in self.boundaries:
+            outcome = boundary.scheme if boundary.reason is None else f"not fused: {boundary.reason}"
+            lines.append(f"{boundary.name} -> {boundary.consumer} [{boundary.producer}] {outcome}")
+        return "\n".join(lines)
+
+
+observers: list[Observer] = []
+_models: weakref.WeakKeyDictionary[torch.nn.Module, list[Boundary]] = weakref.WeakKeyDictionary()
+_disabled: str | None = None
+
+
+def report() -> Report:
+    """Boundaries of the models loaded in this process, with the reason for each that is not fused."""
+    boundaries = (replace(boundary) for found in _models.values() for boundary in found)
+    return Report(tuple(boundaries), _disabled)
+
+
+@contextmanager
+def observe(callback: Observer) -> Iterator[None]:
+    """Within the context, call `callback(name, producer, args, kwargs, result)` after each fused eager call.
+
+    args and kwargs are those given to `tq.<producer>`; a residual is the one before the addition. Compiled code and
+    graph capture are not observed. The callback must not change the tensors.
+    """
+    observers.append(callback)
+    try:
+        yield
+    finally:
+        observers.remove(callback)
+
+
+def record(model: torch.nn.Module, boundaries: list[Boundary]) -> None:
+    _models[model] = boundaries
+
+
+def disable(reason: str | None) -> None:
+    global _disabled
+    _disabled = reason
+
+
+def called(boundary: Boundary | None, producer: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Count one fused eager call and tell the observers."""
+    if boundary is not None:
+        boundary.calls += 1
+    if not observers or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    for callback in tuple(observers):
+        callback(boundary.name if boundary is not None else "", producer, args, kwargs, out)
+
+
+def summary(boundaries: list[Boundary]) -> str:
+    """'2 of 3 boundaries fused (rms_norm 2)'"""
+    counts = Counter(boundary.producer for boundary in boundaries if boundary.reason is None)
+    detail = ", ".join(f"{producer} {count}" for producer, count in sorted(counts.items()))
+    return f"{sum(counts.values())} of {len(boundaries)} boundaries fused" + (f" ({detail})" if detail else "")

@@ -1,0 +1,68 @@
+"""Entry point of the `vllm.general_plugins` group."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from tq.contract import boundaries, pairing, vllm
+
+_registered = False
+
+
+def register() -> None:
+    """Let tq serve vLLM in this process: fuse what can be fused in every model loaded from now on.
+
+    Called by vLLM in each of its processes, and callable by hand; the second call does nothing. Never raises: on any
+    failure tq logs it and stays out. `TQ_DISABLE=1` in the environment does the same without a message. Does not
+    initialise a device.
+    """
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    if os.environ.get("TQ_DISABLE", "0") == "1":
+        boundaries.disable("TQ_DISABLE=1")
+        return
+    try:
+        unsupported = vllm.unsupported_version()
+        if unsupported is not None:
+            boundaries.disable(unsupported)
+            vllm.logger.warning("tq is disabled: %s", unsupported)
+            return
+        vllm.hook_cache_identity(fingerprint)
+        vllm.supply_missing_quantizer()
+        vllm.hook_model_loading(_after_loading)
+    except Exception as error:  # noqa: BLE001  a plugin must not stop the engine
+        boundaries.disable(f"registration failed: {error}")
+        vllm.logger.exception("tq is disabled: registration failed")
+
+
+def _after_loading(model: torch.nn.Module) -> None:
+    try:
+        vllm.load_adapter()
+        found = pairing.pair_model(model, vllm.norms_stand_aside())
+    except Exception as error:  # noqa: BLE001  a plugin must not stop the engine
+        for module in model.modules():
+            pairing.unpair(module)
+        boundaries.disable(f"pairing failed: {error}")
+        vllm.logger.exception("tq: pairing failed, the model runs unfused")
+        return
+    vllm.logger.info(
+        "tq %s: %s; ask why: tq.contract.report()", vllm.distribution_version(), boundaries.summary(found)
+    )
+
+
+@lru_cache(maxsize=1)
+def fingerprint() -> str:
+    """'<version>:<hash of every source file of tq>'"""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return f"{vllm.distribution_version()}:{digest.hexdigest()[:16]}"

@@ -1,0 +1,185 @@
+"""Everything that depends on vLLM's internals. Imports vLLM only when called; supports the minors in `SUPPORTED`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from tq.contract import scales
+from tq.contract.route import NormRounding, state
+
+SUPPORTED = ("0.32", "0.33")
+
+# Below the "vllm" logger, so that the line appears where vLLM's own do.
+logger = logging.getLogger("vllm.tq")
+
+
+def unsupported_version() -> str | None:
+    """Why the installed vLLM cannot be used, or `None`."""
+    try:
+        from vllm.version import __version__ as version
+    except ImportError:
+        return "vLLM is not installed"
+    minor = ".".join(version.split(".")[:2])
+    return None if minor in SUPPORTED else f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED)})"
+
+
+class VllmAdapter:
+    """`tq.contract.route.Adapter` for vLLM 0.32 and 0.33."""
+
+    def __init__(self) -> None:
+        from vllm import envs
+        from vllm.model_executor.layers.activation import SiluAndMul
+        from vllm.model_executor.layers.fusion import quant_activation
+        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        self._silu_mul = SiluAndMul
+        self._rms_norm = RMSNorm
+        self._activation = quant_activation.QuantizedActivation
+        self.get_input_quant_key = quant_activation.get_input_quant_key
+        scales.own_accessor = getattr(quant_activation, "get_input_quant_scales", None)
+        # The same keys carry fnuz codes on some AMD GPUs, whose maximum is 240.
+        self.schemes = {
+            key: scheme
+            for key, scheme in (
+                (quant_utils.kFp8StaticTensorSym, "fp8_tensor"),
+                (quant_utils.kFp8DynamicTokenSym, "fp8_token"),
+                (quant_utils.kFp8Dynamic128Sym, "fp8_group128"),
+            )
+            if key.dtype == torch.float8_e4m3fn
+        }
+        # Read once: a process does not change its mode, and reading the environment costs time in each forward.
+        self.refuses_all = "batch-invariant mode uses its own kernels" if envs.VLLM_BATCH_INVARIANT else None
+
+    def is_rms_norm(self, module: Any) -> bool:
+        # The exact class: subclasses and out-of-tree replacements may compute something else.
+        return getattr(type(module), "tq_base", type(module)) is self._rms_norm
+
+    def is_silu_mul(self, module: Any) -> bool:
+        return getattr(type(module), "tq_base", type(module)) is self._silu_mul
+
+    def norm_rounding(self, has_residual: bool) -> NormRounding | None:
+        return _norm_rounding(has_residual)
+
+    def wrap(self, activation: Any, scale: torch.Tensor, key: Any) -> Any:
+        data = activation.data
+        return self._activation(data, scale, activation.orig_dtype, data.shape, key)
+
+
+# vLLM runs RMSNorm through an operator with several implementations: its CUDA kernel in eager mode, the torch formula
+# on CPU and when Inductor compiles the model. The two round at different places, and a fused producer must give what
+# the unfused pair would have given in this process. The order is set once per worker, before models are loaded; other
+# conditions of the CUDA kernel (whole-row variance, equal dtypes) are those of the fused route already.
+_ROUNDING = {"native": NormRounding("before_and_after_weight", False), "vllm_c": NormRounding("after_weight", True)}
+
+
+@torch.compiler.assume_constant_result
+def _norm_rounding(has_residual: bool) -> NormRounding | None:
+    from vllm import ir
+
+    order = (ir.ops.fused_add_rms_norm if has_residual else ir.ops.rms_norm).get_priority()
+    return _ROUNDING.get(order[0] if order else "native")
+
+
+def load_adapter() -> None:
+    """Set the contract's adapter, and the rows of vLLM's fused-activation table. Does nothing when it is set."""
+    if state.adapter is not None or unsupported_version() is not None:
+        return
+    adapter = VllmAdapter()
+    state.adapter = adapter
+    if adapter.refuses_all is not None:
+        return
+    from vllm.model_executor.layers.fusion import fused_act_quant
+
+    from tq.contract.pairing import act_row, act_row_supports
+
+    for key in adapter.schemes:
+        row = (adapter._silu_mul, key)
+        fused_act_quant._FUSED_ACT_QUANT[row] = act_row
+        fused_act_quant._FUSED_ACT_QUANT_SUPPORT[row] = act_row_supports
+
+
+def norms_stand_aside() -> str | None:
+    """Why norms must stay visible to vLLM's compiler passes in the model being loaded, or `None`."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
+    if getattr(passes, "fuse_allreduce_rms", False):
+        return "vLLM fuses the norm with the all-reduce before it"
+    if getattr(passes, "enable_sp", False):
+        return "vLLM shards the norm over the sequence"
+    return None
+
+
+def hook_model_loading(after: Callable[[torch.nn.Module], None]) -> None:
+    """Call `after(model)` once the weights of a model are in their final form.
+
+    That is before profiling, compilation and LoRA. The name is replaced where the loader has imported it.
+    """
+    from vllm.model_executor.model_loader import base_loader
+
+    original = base_loader.process_weights_after_loading
+    if hasattr(original, "tq_hook"):
+        return
+
+    @wraps(original)
+    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        after(model)
+        return result
+
+    process_weights_after_loading.tq_hook = True
+    base_loader.process_weights_after_loading = process_weights_after_loading
+
+
+def hook_cache_identity(fingerprint: Callable[[], str]) -> None:
+    """Put tq's fingerprint into every `VllmConfig`, whose hash names the compile cache.
+
+    vLLM looks compiled artifacts up by configuration and compares only the sources traced into the artifact: one
+    made without tq would be found, and used, with it.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if hasattr(original, "tq_hook"):
+        return
+
+    @wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.additional_config, dict):
+            self.additional_config = {**self.additional_config, "tq": fingerprint()}
+        else:
+            logger.warning("tq: additional_config is not a dict; clear the compile cache when tq is added or updated")
+        return original(self, *args, **kwargs)
+
+    create_engine_config.tq_hook = True
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def supply_missing_quantizer() -> None:
+    """Serve `scaled_fp8_quant` from tq on CPU builds, where the operator behind it is only a placeholder."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm import _custom_ops
+
+    operator = getattr(torch.ops._C, "static_scaled_fp8_quant", None)
+    if operator is None or not operator.default._schema.arguments:
+        from tq.contract.cpu_quantizer import scaled_fp8_quant
+
+        _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+
+
+def distribution_version() -> str:
+    try:
+        return importlib.metadata.version("tq")
+    except importlib.metadata.PackageNotFoundError:
+        return "0.1.0"
