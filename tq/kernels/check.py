@@ -1,0 +1,134 @@
+"""The dequantization check: the second template over the same producer and scheme."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from tq.activation import QuantizedActivation
+from tq.kernels.launch import check_device, cut, prepare, run
+from tq.kernels.producer import PRODUCERS, Producer
+from tq.kernels.rows import REPORT, check_rows_kernel
+from tq.kernels.target import target_of
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check found, one row per token in `rows` (fp32 [M, len(REPORT)]); the properties are over all tokens.
+
+    A finite y rounded once gives worst_ulps <= 0.5, up to the rounding of the division.
+    """
+
+    rows: torch.Tensor
+
+    def column(self, name: str) -> torch.Tensor:
+        """One number per token: "worst_ulps", "wrong_codes", "wrong_scales", "nonfinite_scales", "saturated", "signal",
+        "noise"."""
+        return self.rows[:, REPORT.index(name)]
+
+    def _total(self, name: str) -> int:
+        return int(self.column(name).double().sum())
+
+    @property
+    def worst_ulps(self) -> float:
+        """Largest |decode(code) * scale - y| in units of the code's spacing there, over elements in the code's range."""
+        return float(self.column("worst_ulps").max()) if len(self.rows) else 0.0
+
+    @property
+    def wrong_codes(self) -> int:
+        """Codes other than the code of y at the stored scale."""
+        return self._total("wrong_codes")
+
+    @property
+    def wrong_scales(self) -> int:
+        """Scales other than the one fitted to y."""
+        return self._total("wrong_scales")
+
+    @property
+    def nonfinite_scales(self) -> int:
+        """Scales that are NaN or infinite."""
+        return self._total("nonfinite_scales")
+
+    @property
+    def saturated(self) -> int:
+        """Elements beyond the largest code value."""
+        return self._total("saturated")
+
+    @property
+    def snr_db(self) -> float:
+        """10 log10(sum y^2 / sum error^2)."""
+        signal, noise = (float(self.column(name).double().sum()) for name in ("signal", "noise"))
+        return math.inf if noise == 0.0 else 10.0 * math.log10(max(signal / noise, 1e-300))
+
+    @property
+    def ok(self) -> bool:
+        """No wrong code, no wrong and no non-finite scale."""
+        return not (self.wrong_codes or self.wrong_scales or self.nonfinite_scales)
+
+
+def check(
+    producer: str | Producer,
+    *arguments: Any,
+    scheme: str,
+    activation: QuantizedActivation | None = None,
+    **options: Any,
+) -> CheckReport:
+    """Compares decode(data) * scale with what the producer makes of `arguments`, recomputed on the device.
+
+    activation: what an earlier call with the same arguments returned; None runs the producer first. Arguments, options and
+    errors are those of the producer; give the residual as it was before a call that wrote it in place. The result is
+    deterministic, per token, and allocates one row of numbers for each.
+    """
+    if isinstance(producer, str):
+        if producer not in PRODUCERS:
+            raise ValueError(f"check: producer must be one of {', '.join(PRODUCERS)}; got {producer!r}")
+        producer = PRODUCERS[producer]
+    for name in producer.mutates:
+        if options.get(name) is not None:
+            raise ValueError(f"check: {name} must be None, got a tensor; the check changes nothing of yours")
+    prepared = prepare(producer, arguments, scheme, options)
+    check_device("check", prepared.bound.device)
+    report = torch.empty(prepared.rows, len(REPORT), dtype=torch.float32, device=prepared.bound.device)
+    if activation is None:
+        run(prepared)
+        codes, scales = prepared.codes, prepared.scales
+    else:
+        codes, scales = check_activation(activation, prepared.scheme.name, prepared.codes, prepared.scales)
+    if prepared.rows:
+        tiling, num_warps = cut(prepared, whole_row=True)
+        row_stride, group_stride = scales.stride() if scales is not None else (0, 0)
+        check_rows_kernel[(triton.cdiv(prepared.rows, tiling.BLOCK_M.value),)](
+            codes,
+            scales,
+            row_stride,
+            group_stride,
+            report,
+            prepared.rows,
+            producer.device,
+            prepared.bound.args,
+            prepared.scheme.device(target_of(prepared.bound.device)),
+            prepared.inputs,
+            tiling,
+            num_warps=num_warps,
+            enable_fp_fusion=False,
+        )
+    return CheckReport(report)
+
+
+def check_activation(
+    activation: QuantizedActivation, scheme: str, codes: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes and scales of `activation`, which must fit what a call would have made."""
+    if activation.scheme != scheme:
+        raise ValueError(f"check: activation must be of scheme {scheme}, got {activation.scheme}")
+    if activation.data.shape != codes.shape or not activation.data.is_contiguous():
+        raise ValueError(
+            f"check: data must be contiguous of shape {tuple(codes.shape)}, got {tuple(activation.data.shape)}"
+        )
+    if scales is not None and activation.scale.shape != scales.shape:
+        raise ValueError(f"check: scale must have shape {tuple(scales.shape)}, got {tuple(activation.scale.shape)}")
+    return activation.data.view(torch.uint8), None if scales is None else activation.scale

@@ -1,0 +1,78 @@
+"""Device functions shared by every kernel: load and store rows, round to a dtype, divide exactly."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tq.kernels.target import INTERPRETED
+
+
+class Rows(NamedTuple):
+    """A [M, N] tensor whose last stride is 1; `stride` is the distance of two rows in elements."""
+
+    data: torch.Tensor
+    stride: int
+
+
+@triton.jit
+def load_rows(rows, row, col, mask):
+    """rows[row, col] as fp32. row: int64 [BLOCK_M, 1]; col: int32 [1, BLOCK_N]; 0 where masked."""
+    return tl.load(rows.data + (row * rows.stride + col), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_x(args, row, col, mask):
+    """The `load` of a producer that starts from x alone."""
+    return load_rows(args.x, row, col, mask)
+
+
+@triton.jit
+def apply_nothing(args, loaded, means, col, mask):
+    """The `apply` of a producer whose `load` makes y."""
+    return loaded
+
+
+@triton.jit
+def load_vector(pointer, col, mask):
+    """pointer[col] as fp32 [1, BLOCK_N]. Every row reads the same values, so they stay in the cache."""
+    return tl.load(pointer + col, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def store_rows(rows, row, col, value, mask):
+    """rows[row, col] = value, rounded to nearest-even in the dtype of `rows`."""
+    dtype: tl.constexpr = rows.data.dtype.element_ty
+    tl.store(rows.data + (row * rows.stride + col), round_to(value, dtype).to(dtype), mask=mask)
+
+
+@triton.jit
+def round_to(value, dtype: tl.constexpr):
+    """fp32 -> `dtype` -> fp32, nearest-even. The interpreter truncates to bf16, so there the bits are rounded first."""
+    if dtype == tl.float32:
+        return value
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        finite = (bits & 0x7F800000) != 0x7F800000
+        return tl.where(finite, rounded, bits).to(tl.float32, bitcast=True)
+    return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def divide(value, divisor):
+    """value / divisor rounded once to fp32 (IEEE), with one reciprocal per divisor.
+
+    Markstein: with r = RN(1/d) and q = RN(v*r), RN(q + r*(v - q*d)) is the correctly rounded quotient as long as no
+    intermediate leaves the normal range; scales are kept in [2^-80, FLT_MAX/448] for that. An infinite q is left as
+    it is, where the correction would make a NaN. The interpreter's fma rounds twice, so it divides.
+    """
+    if INTERPRETED:
+        return tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
+    reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    quotient = value * reciprocal
+    corrected = tl.fma(tl.fma(-quotient, divisor, value), reciprocal, quotient)
+    return tl.where(tl.abs(quotient) < float("inf"), corrected, quotient)

@@ -1,0 +1,91 @@
+"""y = silu(gate) * up."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tq.activation import QuantizedActivation
+from tq.kernels.device import Rows, load_rows, round_to
+from tq.kernels.producer import (
+    Bound,
+    Producer,
+    Reference,
+    Replaced,
+    check_choice,
+    check_rows,
+    register_producer,
+    round_through,
+)
+from tq.kernels.schemes import VLLM_MIN_SCALE, Scheme
+
+ROUNDINGS = ("none", "product", "activation_and_product")
+
+
+class Args(NamedTuple):
+    gate: Rows
+    up: Rows
+    ROUNDING: tl.constexpr
+
+
+@triton.jit
+def load_silu_mul(args, row, col, mask):
+    dtype: tl.constexpr = args.gate.data.dtype.element_ty
+    gate = load_rows(args.gate, row, col, mask)
+    activation = gate / (1.0 + tl.exp(-gate))
+    if args.ROUNDING == "activation_and_product":
+        activation = round_to(activation, dtype)
+    product = activation * load_rows(args.up, row, col, mask)
+    return product if args.ROUNDING == "none" else round_to(product, dtype)
+
+
+def bind(x: torch.Tensor, *, rounding: str = "activation_and_product") -> Bound:
+    check_choice("silu_mul", "rounding", rounding, ROUNDINGS)
+    rows = check_rows("silu_mul", "x", x, parts=2)
+    half = x.shape[-1] // 2
+    gate, up = rows.data[:, :half], rows.data[:, half:]
+    args = Args(Rows(gate, rows.stride), Rows(up, rows.stride), tl.constexpr(rounding))
+    return Bound(args, torch.Size((*x.shape[:-1], half)), x.dtype, x.device)
+
+
+def reference(x: torch.Tensor, *, rounding: str, precision: torch.dtype = torch.float32) -> Reference:
+    gate, up = x.reshape(-1, x.shape[-1]).to(precision).chunk(2, -1)
+    activation = gate / (1.0 + torch.exp(-gate))
+    if rounding == "activation_and_product":
+        activation = round_through(activation, x.dtype)
+    product = activation * up
+    return Reference(product if rounding == "none" else round_through(product, x.dtype))
+
+
+def replaces(scheme: Scheme) -> Replaced:
+    if scheme.granularity == "group":
+        return Replaced("_C.silu_and_mul_per_block_quant", {"rounding": "none"}, VLLM_MIN_SCALE)
+    if scheme.granularity == "token":
+        return Replaced(
+            "_C.silu_and_mul + _C.dynamic_per_token_scaled_fp8_quant", {"rounding": "activation_and_product"}
+        )
+    return Replaced("_C.silu_and_mul_quant", {"rounding": "activation_and_product"})
+
+
+def example(rows: int, hidden_size: int, dtype: torch.dtype, device: Any) -> tuple[tuple, dict[str, Any]]:
+    return (torch.randn(rows, 2 * hidden_size, device=device).to(dtype),), {}
+
+
+SILU_MUL = register_producer(
+    Producer("silu_mul", load=load_silu_mul, reference=reference, bind=bind, replaces=replaces, example=example)
+)
+
+
+def silu_mul(x: torch.Tensor, *, scheme: str, rounding: str | None = None, **options: Any) -> QuantizedActivation:
+    """y = gate / (1 + exp(-gate)) * up, with gate = x[..., :N] and up = x[..., N:]; data = encode(y / scale).
+
+    Shapes: x [..., 2N] bf16, fp16 or fp32, last stride 1; data [..., N], N at most 32768.
+    Rounding: "none" keeps fp32, "product" rounds y to x's dtype, "activation_and_product" rounds silu(gate) too; None is
+    what the replaced op does. Options and errors common to all producers are those of `tq.kernels.launch.call`.
+    Source: vLLM 0.33 `_C.silu_and_mul_quant` (fp8_tensor), `_C.silu_and_mul` then `_C.dynamic_per_token_scaled_fp8_quant`
+    (fp8_token), `_C.silu_and_mul_per_block_quant` (fp8_group128); the exponential may differ in its last bits.
+    """
+    return SILU_MUL(x, scheme=scheme, rounding=rounding, **options)

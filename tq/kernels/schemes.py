@@ -1,0 +1,189 @@
+"""Schemes: an element code, how many elements share a scale, the rule that makes the scale, and its layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tq.kernels.codes import E4M3, Code, DeviceCode
+from tq.kernels.device import divide
+from tq.kernels.layouts import COLUMN_MAJOR, ROW_MAJOR, TMA_ALIGNED, Layout
+from tq.kernels.target import Target
+
+FLT_MAX = torch.finfo(torch.float32).max
+# Below this a corrected division could leave the normal range (device.divide).
+SMALLEST_MIN_SCALE = 2.0**-80
+
+
+class ScaleInputs(NamedTuple):
+    """What a scale rule reads at run time. scale, scale_ub: fp32 tensors of one element, or None."""
+
+    scale: torch.Tensor | None
+    scale_ub: torch.Tensor | None
+    min_scale: float
+
+
+class DeviceRule(NamedTuple):
+    """The jit functions of a scale rule, as a kernel takes them."""
+
+    fit: Any  # (amax tile, ScaleInputs, MAX) -> scale tile
+    scaled: Any  # (y tile, scale tile) -> tile to encode
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleRule:
+    """amax -> scale, and y -> what is encoded. The `reference_` functions are the torch form of the same arithmetic."""
+
+    fit: Any
+    scaled: Any
+    reference_fit: Callable[[torch.Tensor, ScaleInputs, float], torch.Tensor]
+    reference_scaled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@triton.jit
+def fit_static(amax, inputs, MAX: tl.constexpr):
+    """The given scale."""
+    return tl.full(amax.shape, 0.0, tl.float32) + tl.load(inputs.scale)
+
+
+@triton.jit
+def scaled_by_reciprocal(y, scale):
+    """y * (1 / scale), the reciprocal rounded to fp32 first."""
+    return y * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def fit_amax(amax, inputs, MAX: tl.constexpr):
+    """max(min(amax, scale_ub) / MAX, min_scale), the division IEEE. An infinite amax counts as FLT_MAX."""
+    amax = tl.minimum(amax, 3.4028234663852886e38)
+    if inputs.scale_ub is not None:
+        amax = tl.minimum(amax, tl.load(inputs.scale_ub))
+    return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32)), inputs.min_scale)
+
+
+def reference_fit_static(amax: torch.Tensor, inputs: ScaleInputs, code_max: float) -> torch.Tensor:
+    if inputs.scale is None:
+        raise ValueError("fit_static: scale must be given, got None")
+    return inputs.scale.reshape(1, 1).expand_as(amax)
+
+
+def reference_fit_amax(amax: torch.Tensor, inputs: ScaleInputs, code_max: float) -> torch.Tensor:
+    amax = amax.clamp(max=FLT_MAX)
+    if inputs.scale_ub is not None:
+        amax = torch.minimum(amax, inputs.scale_ub.reshape(()))
+    return (amax / code_max).clamp(min=inputs.min_scale)
+
+
+STATIC = ScaleRule(
+    fit_static, scaled_by_reciprocal, reference_fit_static, lambda y, scale: y * scale.float().reciprocal()
+)
+AMAX = ScaleRule(fit_amax, divide, reference_fit_amax, lambda y, scale: y / scale)
+
+
+class DeviceScheme(NamedTuple):
+    """A scheme as a kernel takes it. GROUP: elements a scale covers; 0 is the whole row, -1 the whole tensor."""
+
+    code: DeviceCode
+    rule: DeviceRule
+    GROUP: tl.constexpr
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """One quantization format, by name.
+
+    code: the element code. granularity: what shares a scale: the tensor (static scale, given by the caller), each
+    token, or each `group` consecutive elements of a token. rule: amax -> scale -> encoded value. min_scale: least
+    dynamic scale where the caller and the replaced op name none. layouts: of the scales, the first is the default.
+    """
+
+    name: str
+    code: Code
+    granularity: Literal["tensor", "token", "group"]
+    rule: ScaleRule
+    group: int = 0
+    min_scale: float = 0.0
+    layouts: tuple[Layout, ...] = (ROW_MAJOR,)
+
+    def __post_init__(self) -> None:
+        if (self.granularity == "group") != (self.group > 0) or self.group & (self.group - 1):
+            raise ValueError(
+                f"Scheme {self.name}: group must be a power of two for granularity 'group' and 0 otherwise, "
+                f"got group={self.group} with granularity={self.granularity!r}"
+            )
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the kernel computes the scale."""
+        return self.granularity != "tensor"
+
+    def groups(self, hidden_size: int) -> int:
+        """Number of scales of one token."""
+        return hidden_size // self.group if self.group else 1
+
+    @lru_cache  # noqa: B019 - schemes live as long as the process
+    def device(self, target: Target) -> DeviceScheme:
+        """The jit functions and constants that a kernel for `target` takes."""
+        group = {"tensor": -1, "token": 0, "group": self.group}[self.granularity]
+        return DeviceScheme(
+            self.code.device(target.native_e4m3), DeviceRule(self.rule.fit, self.rule.scaled), tl.constexpr(group)
+        )
+
+    def reference(self, y: torch.Tensor, inputs: ScaleInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes uint8 [M, N], scales fp32 [M, G]) of fp32 y [M, N], in torch: the arithmetic the kernels must equal.
+
+        amax ignores NaN; a NaN element keeps a NaN code and leaves its neighbours as they are.
+        """
+        size = self.group or y.shape[-1]
+        grouped = y.float().unflatten(-1, (y.shape[-1] // size, size))
+        amax = grouped.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1)
+        scales = self.rule.reference_fit(amax, inputs, self.code.max)
+        codes = self.code.reference_encode(self.rule.reference_scaled(grouped, scales.unsqueeze(-1)))
+        return codes.flatten(-2), scales
+
+
+SCHEMES: dict[str, Scheme] = {}
+
+
+def register_scheme(scheme: Scheme) -> Scheme:
+    """Adds a scheme to `SCHEMES`; every producer, check, op, test and benchmark has it from then on.
+
+    Raises ValueError where the name is taken.
+    """
+    if scheme.name in SCHEMES:
+        raise ValueError(f"register_scheme: name must be new, got {scheme.name!r} twice; choose another name")
+    SCHEMES[scheme.name] = scheme
+    return scheme
+
+
+def find_scheme(op: str, scheme: str | Scheme) -> Scheme:
+    """The registered scheme of a name. Raises ValueError, naming those there are."""
+    found = SCHEMES.get(scheme if isinstance(scheme, str) else scheme.name)
+    if found is None:
+        raise ValueError(f"{op}: scheme must be one of {', '.join(SCHEMES)}; got {scheme!r}")
+    return found
+
+
+# vLLM's least FP8 scale, 1 / (448 * 512), and what its group quantizer's floor of 1e-10 on amax comes to, in fp32.
+VLLM_MIN_SCALE = float(torch.tensor(1.0) / (448.0 * 512.0))
+VLLM_GROUP_MIN_SCALE = float(torch.tensor(1e-10) / 448.0)
+
+FP8_TENSOR = register_scheme(Scheme("fp8_tensor", E4M3, "tensor", STATIC))
+FP8_TOKEN = register_scheme(Scheme("fp8_token", E4M3, "token", AMAX, min_scale=VLLM_MIN_SCALE))
+FP8_GROUP128 = register_scheme(
+    Scheme(
+        "fp8_group128",
+        E4M3,
+        "group",
+        AMAX,
+        group=128,
+        min_scale=VLLM_GROUP_MIN_SCALE,
+        layouts=(ROW_MAJOR, COLUMN_MAJOR, TMA_ALIGNED),
+    )
+)
