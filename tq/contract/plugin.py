@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+import tq
 from tq.contract import boundaries, pairing, vllm
 
 _registered = False
@@ -53,7 +54,7 @@ def _after_loading(model: torch.nn.Module) -> None:
         vllm.logger.exception("tq: pairing failed, the model runs unfused")
         return
     vllm.logger.info(
-        "tq %s: %s; ask why: tq.contract.report()", vllm.distribution_version(), boundaries.summary(found)
+        "tq %s: %s; ask why: tq.contract.report()", tq.__version__, boundaries.summary(found)
     )
 
 
@@ -65,4 +66,4 @@ def fingerprint() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
-    return f"{vllm.distribution_version()}:{digest.hexdigest()[:16]}"
+    return f"{tq.__version__}:{digest.hexdigest()[:16]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Callable
 from functools import wraps
@@ -176,10 +175,3 @@ def supply_missing_quantizer() -> None:
         from tq.contract.cpu_quantizer import scaled_fp8_quant
 
         _custom_ops.scaled_fp8_quant = scaled_fp8_quant
-
-
-def distribution_version() -> str:
-    try:
-        return importlib.metadata.version("tq")
-    except importlib.metadata.PackageNotFoundError:
-        return "0.1.0"
