@@ -54,6 +54,8 @@ _ENGINE_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    # On some CPUs (AMX) vLLM prefers kernels that keep activations in bfloat16: nothing would be quantized or fused.
+    "VLLM_DISABLED_KERNELS": "CPUFp8PerTensorScaledMMLinearKernel,CPUFP8W8A8ScaledMMLinearKernel",
 }
 _CHOSEN = {"TQ_DISABLE", "TQ_REFERENCE", "TRITON_INTERPRET"}  # each run decides on these itself
 

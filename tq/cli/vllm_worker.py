@@ -1,7 +1,8 @@
 """One vLLM run of `python -m tq run-vllm` in a process of its own.
 
-`python -m tq.cli.vllm_worker JOB.json RESULT.json`: the job is a `Job` as JSON, the result a `Result` as JSON. Progress goes to stdout as lines `tq-progress FRACTION`.
-The environment (interpreter, target device, TQ_DISABLE, TQ_REFERENCE) is set by the parent.
+`python -m tq.cli.vllm_worker JOB.json RESULT.json`: the job is a `Job` as JSON, the result a `Result` as JSON. Progress
+goes to stdout as lines `tq-progress FRACTION`. The parent sets the environment (interpreter, target device, TQ_DISABLE,
+TQ_REFERENCE).
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def install_float32_gemm() -> None:
         y = (A[:rows].float() @ weights[B.data_ptr()]) * (As * Bs)
         return (y if bias is None else y + bias).to(out_dtype).view(*output_shape)
 
-    PerTensorTorchFP8ScaledMMLinearKernel.apply_scaled_mm = apply_scaled_mm
+    PerTensorTorchFP8ScaledMMLinearKernel.apply_scaled_mm = apply_scaled_mm  # type: ignore[method-assign]
 
 
 class Observer:
@@ -151,7 +152,8 @@ class Observer:
         kwargs = {key: value for key, value in kwargs.items() if key != "residual_out"}
         with tq.use_reference():
             expected = getattr(tq, producer)(*args, **kwargs)
-        got_residual = expected_residual = None
+        got_residual: Any = None
+        expected_residual: Any = None
         if isinstance(expected, tuple):
             (result, got_residual), (expected, expected_residual) = result, expected
         seen = self.boundaries.setdefault(name, Boundary(producer))
@@ -186,12 +188,13 @@ def run(job: Job) -> Result:
 
 
 def _generate(job: Job, observer: Observer) -> Result:
-    import tq.contract
     from vllm import LLM, SamplingParams
+
+    import tq.contract
 
     result = Result()
     started = time.perf_counter()
-    llm = LLM(
+    llm: Any = LLM(
         model=job.model,
         enforce_eager=True,
         dtype="bfloat16",
