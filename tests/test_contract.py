@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
@@ -434,13 +435,12 @@ def test_pairing_anew_undoes_what_no_longer_holds(layer):
 
 def test_models_that_are_gone_leave_the_report(layer):
     pairing.pair_model(layer)
+    gc.collect()
     before = contract.report().total
     other = Decoder(Key("static"), 0.25)
     pairing.pair_model(other)
     assert contract.report().total == before + 3
     del other
-    import gc
-
     gc.collect()
     assert contract.report().total == before
 

@@ -1,0 +1,258 @@
+"""The contract against an installed vLLM; skipped without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+
+from tq import contract
+from tq.contract import pairing, vllm
+from tq.contract.route import NormRounding, state
+
+pytestmark = pytest.mark.vllm
+if vllm.unsupported_version() is not None:
+    pytest.skip(vllm.unsupported_version(), allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HIDDEN = 256
+
+
+@pytest.fixture
+def adapter():
+    vllm.load_adapter()
+    return state.adapter
+
+
+@pytest.fixture
+def config():
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.fixture
+def norm(config):
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norm = RMSNorm(HIDDEN, eps=1e-5, dtype=torch.bfloat16).to(DEVICE)
+    norm.weight.data.copy_(torch.randn(HIDDEN, generator=torch.Generator().manual_seed(0)))
+    return norm
+
+
+def consumer(key="kFp8StaticTensorSym", scale=0.25):
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    linear = torch.nn.Module()
+    linear._input_quant_key = getattr(quant_utils, key)
+    linear.input_scale = torch.nn.Parameter(torch.tensor(scale, device=DEVICE), requires_grad=False)
+    return linear
+
+
+def signs(m=3, n=HIDDEN):
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randint(0, 2, (m, n), generator=generator) * 4.0 - 2.0).to(torch.bfloat16).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "known"),
+    [
+        ("llama", "LlamaDecoderLayer", pairing.KNOWN_DECODERS),
+        ("llama", "LlamaAttention", pairing.KNOWN_ATTENTIONS),
+        ("llama", "LlamaMLP", pairing.MLPS_CALLING_TABLE),
+        ("mistral", "MistralDecoderLayer", pairing.KNOWN_DECODERS),
+        ("mistral", "MistralAttention", pairing.KNOWN_ATTENTIONS),
+        ("mistral", "MistralMLP", pairing.MLPS_CALLING_ACT),
+        ("qwen2", "Qwen2DecoderLayer", pairing.KNOWN_DECODERS),
+        ("qwen2", "Qwen2Attention", pairing.KNOWN_ATTENTIONS),
+        ("qwen2", "Qwen2MLP", pairing.MLPS_CALLING_ACT),
+        ("qwen3", "Qwen3DecoderLayer", pairing.KNOWN_DECODERS),
+        ("qwen3", "Qwen3Attention", pairing.KNOWN_ATTENTIONS),
+        ("qwen3", "Qwen3MLP", pairing.MLPS_CALLING_ACT),
+    ],
+)
+def test_forward_is_the_one_that_was_read(module, name, known):
+    layers = pytest.importorskip(f"vllm.model_executor.models.{module}")
+    assert pairing.forward_hash(getattr(layers, name)) in known
+
+
+def test_schemes_of_vllms_keys(adapter):
+    from vllm.model_executor.layers.quantization.utils import quant_utils as q
+
+    found = {name: contract.get_input_quant_scheme(consumer(name)) for name in (
+        "kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym", "kNvfp4Dynamic", "kFp8DynamicTensorSym")}
+    assert list(found.values()) == ["fp8_tensor", "fp8_token", "fp8_group128", None, None]
+    equal = q.QuantKey(q.FP8_DTYPE, q.kStaticTensorScale, symmetric=True)
+    assert equal is not q.kFp8StaticTensorSym and adapter.schemes[equal] == "fp8_tensor"
+
+
+def test_norm_gives_vllm_an_activation_it_accepts(norm, adapter):
+    from vllm.model_executor.layers.fusion.quant_activation import as_quantized_activation
+
+    linear, x = consumer(), signs()
+    out = contract.rms_norm_input_quant(norm, x, None, linear)
+    assert as_quantized_activation(out, linear._input_quant_key) is out
+    # The mean square is 4; 1e-5 changes the rounded quotient of +-2 by nothing.
+    y = torch.sign(x) * norm.weight
+    assert torch.equal(out.data.view(torch.uint8), (y.float() / 0.25).to(torch.float8_e4m3fn).view(torch.uint8))
+    assert out.scale is linear.input_scale and out.orig_shape == x.shape
+
+
+def test_norm_without_a_key_is_vllms_own(norm, adapter):
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(DEVICE)
+    linear = consumer("kNvfp4Dynamic")
+    assert torch.equal(contract.rms_norm_input_quant(norm, x, None, linear), norm(x))
+    got, expected = contract.rms_norm_input_quant(norm, x, x.clone(), linear), norm(x.clone(), x.clone())
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+def test_gemma_norm_is_not_taken_for_a_plain_one(config, adapter):
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+    norm = GemmaRMSNorm(HIDDEN).to(torch.bfloat16).to(DEVICE)
+    assert isinstance(contract.rms_norm_input_quant(norm, signs(), None, consumer()), torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("order", "policy"),
+    [
+        ([], NormRounding("before_and_after_weight", False)),
+        (["native"], NormRounding("before_and_after_weight", False)),
+        (["vllm_c", "native"], NormRounding("after_weight", True)),
+        (["oink", "native"], None),
+    ],
+)
+@pytest.mark.parametrize("residual", [False, True])
+def test_rounding_follows_vllms_order_of_implementations(adapter, monkeypatch, order, policy, residual):
+    from vllm import ir
+
+    op = ir.ops.fused_add_rms_norm if residual else ir.ops.rms_norm
+    monkeypatch.setattr(op, "get_priority", lambda: order)
+    assert adapter.norm_rounding(residual) == policy
+
+
+def test_act_through_vllms_table(config, adapter):
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fusion.fused_act_quant import maybe_fused_act_quant
+
+    act, linear, x = SiluAndMul(compile_native=False), consumer(), signs(n=2 * HIDDEN)
+    x[:, :HIDDEN] = 64  # silu(64) = 64
+    out = maybe_fused_act_quant(act, x, linear)
+    expected = (64 * x[:, HIDDEN:].float() / 0.25).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(out.data.view(torch.uint8), expected.view(torch.uint8))
+    linear.requires_unquantized_input = True
+    assert torch.equal(maybe_fused_act_quant(act, x, linear), act(x))
+    del linear.requires_unquantized_input, linear.input_scale
+    assert torch.equal(maybe_fused_act_quant(act, x, linear), act(x))
+
+
+def test_lora_wrappers_hide_the_key(adapter):
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    wrapper = BaseLinearLayerWithLoRA.__new__(BaseLinearLayerWithLoRA)
+    torch.nn.Module.__init__(wrapper)
+    wrapper._input_quant_key = consumer()._input_quant_key
+    assert contract.get_input_quant_key(wrapper) is None
+
+
+def test_paired_norm_compiles_without_a_break(norm, adapter, monkeypatch):
+    graphs = []
+    layer = torch.nn.Module()
+    layer.norm, layer.linear = norm, consumer()
+    site = pairing.Site(pairing.RMS_NORM, "norm", ("linear",), frozenset({pairing.forward_hash(layer)}))
+    monkeypatch.setattr(pairing, "SITES", (site,))
+    assert pairing.pair_model(layer)[0].reason is None
+
+    def keep_graph(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def run(x, residual):
+        y, residual = layer.norm(x, residual)
+        return y.data.view(torch.uint8), y.scale, residual
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=keep_graph)
+    for m in (3, 5):
+        x, residual = signs(m), torch.ones_like(signs(m))
+        for got, expected in zip(compiled(x, residual.clone()), run(x, residual.clone()), strict=True):
+            assert torch.equal(got, expected)
+    assert len(graphs) == 1 and any("tq.rms_norm" in str(n.target) for n in graphs[0].graph.nodes)
+
+
+@pytest.mark.parametrize("shape", [(5, 256), (300, 512)])  # below and above the size for the reference
+def test_quantizer_for_builds_without_one(shape):
+    from tq.contract.cpu_quantizer import scaled_fp8_quant
+
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    scale = torch.tensor(0.5)
+    codes, same = scaled_fp8_quant(x, scale, num_token_padding=17)
+    assert same is scale and codes.shape[0] == max(17, shape[0])
+    expected = (x.float() / 0.5).to(torch.float8_e4m3fn)
+    assert torch.equal(codes[: shape[0]].view(torch.uint8), expected.view(torch.uint8))
+    codes, amax_scale = scaled_fp8_quant(x)
+    assert torch.equal(amax_scale, x.abs().amax().float().reshape(1) / 448)
+    codes, rows = scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    assert torch.equal(rows, x.abs().amax(-1, keepdim=True).float() / 448)
+    with pytest.raises(NotImplementedError, match="scaled_fp8_quant: scale"):
+        scaled_fp8_quant(x, torch.ones(2))
+
+
+ENGINE = Path(__file__).with_name("contract_engine.py")
+cpu_build = pytest.mark.skipif(torch.cuda.is_available(), reason="the script is for a CPU build of vLLM")
+
+
+def run_engine(tmp_path, *arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, str(ENGINE), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_CACHE_ROOT": str(tmp_path), **environment},
+        timeout=550,
+        check=False,
+    )
+    found = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
+    assert found is not None, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(found.group(1)), done.stdout + done.stderr
+
+
+NAMES = [
+    [f"model.layers.{i}.{producer}", f"model.layers.{i}.{linear}", "fp8_tensor", None]
+    for i in (0, 1)
+    for producer, linear in (
+        ("input_layernorm", "self_attn.qkv_proj"),
+        ("post_attention_layernorm", "mlp.gate_up_proj"),
+        ("mlp.act_fn", "mlp.down_proj"),
+    )
+]
+
+
+@cpu_build
+def test_engine_runs_every_boundary_fused(tmp_path):
+    result, log = run_engine(tmp_path)
+    assert result["boundaries"] == NAMES
+    assert log.count("boundaries fused (rms_norm 4, silu_mul 2)") == 1
+    # Three forwards: the prompts together, then two steps of one token each.
+    assert result["calls"] == len(result["watched"]) == 3 * 6
+    for call in result["watched"]:
+        assert call["worst_step"] <= 1 and call["differing"] < 0.005 and call["residual"], call
+        if call["producer"] == "rms_norm":
+            assert call["options"]["rounding"] == "before_and_after_weight"
+    assert result["fingerprint"] == result["expected_fingerprint"]
+
+
+@cpu_build
+def test_engine_compiled(tmp_path):
+    result, _ = run_engine(tmp_path, "--compile")
+    assert result["boundaries"] == NAMES and result["watched"] == []
+    assert [len(tokens) for tokens in result["tokens"]] == [3, 3]
