@@ -38,12 +38,16 @@ class Job:
 
 @dataclass
 class Boundary:
-    """Agreement of one fused boundary with the torch reference, summed over its calls."""
+    """Agreement of one fused boundary with the torch reference, summed over its calls.
+
+    worst_step: largest distance of a wrong code from the right one, in codes; 1 is a neighbour.
+    """
 
     producer: str
     calls: int = 0
     codes: int = 0
     wrong_codes: int = 0
+    worst_step: int = 0
     wrong_scales: int = 0
     wrong_residuals: int = 0
 
@@ -134,6 +138,12 @@ def install_float32_gemm() -> None:
     PerTensorTorchFP8ScaledMMLinearKernel.apply_scaled_mm = apply_scaled_mm  # type: ignore[method-assign]
 
 
+def _ordinal(codes: torch.Tensor) -> torch.Tensor:
+    """E4M3 codes as integers in the order of their values; the two zeros stay apart."""
+    bits = codes.view(torch.uint8).to(torch.int16)
+    return torch.where(bits < 128, bits, 127 - bits)
+
+
 class Observer:
     """Recomputes every fused call with the torch reference, and counts what differs."""
 
@@ -159,7 +169,9 @@ class Observer:
         seen = self.boundaries.setdefault(name, Boundary(producer))
         seen.calls += 1
         seen.codes += expected.data.numel()
-        seen.wrong_codes += int((result.data.view(torch.uint8) != expected.data.view(torch.uint8)).sum())
+        steps = (_ordinal(result.data) - _ordinal(expected.data)).abs()
+        seen.wrong_codes += int(steps.count_nonzero())
+        seen.worst_step = max(seen.worst_step, int(steps.max()))
         seen.wrong_scales += int((result.scale.reshape(-1) != expected.scale.reshape(-1)).sum())
         if expected_residual is not None:
             # As integers: equal bits, so that NaN equals itself and the two zeros differ.
