@@ -99,22 +99,33 @@ def main():
         same = same and (residual is None or torch.equal(residual, expected_residual))
         options = {k: v for k, v in kwargs.items() if isinstance(v, str | bool)}
         watched.append(
-            {"name": name, "producer": producer, "options": options, "worst_step": int(steps.max()),
-             "differing": float((steps > 0).float().mean()), "residual": bool(same)}
+            {
+                "name": name,
+                "producer": producer,
+                "options": options,
+                "worst_step": int(steps.max()),
+                "differing": float((steps > 0).float().mean()),
+                "residual": bool(same),
+            }
         )
 
     prompts = [{"prompt_token_ids": [1, 5, 9]}, {"prompt_token_ids": [1, 7]}]
     with contract.observe(watch):
         outputs = llm.generate(prompts, SamplingParams(max_tokens=3, detokenize=False, temperature=0, ignore_eos=True))
     after = contract.report()
-    print("RESULT " + json.dumps({
-        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-        "boundaries": [[b.name, b.consumer, b.scheme, b.reason] for b in after.boundaries],
-        "calls": after.calls - before.calls,
-        "watched": watched,
-        "fingerprint": llm.llm_engine.vllm_config.additional_config.get("tq"),
-        "expected_fingerprint": plugin.fingerprint(),
-    }))
+    print(
+        "RESULT "
+        + json.dumps(
+            {
+                "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+                "boundaries": [[b.name, b.consumer, b.scheme, b.reason] for b in after.boundaries],
+                "calls": after.calls - before.calls,
+                "watched": watched,
+                "fingerprint": llm.llm_engine.vllm_config.additional_config.get("tq"),
+                "expected_fingerprint": plugin.fingerprint(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -90,8 +90,16 @@ def test_forward_is_the_one_that_was_read(module, name, known):
 def test_schemes_of_vllms_keys(adapter):
     from vllm.model_executor.layers.quantization.utils import quant_utils as q
 
-    found = {name: contract.get_input_quant_scheme(consumer(name)) for name in (
-        "kFp8StaticTensorSym", "kFp8DynamicTokenSym", "kFp8Dynamic128Sym", "kNvfp4Dynamic", "kFp8DynamicTensorSym")}
+    found = {
+        name: contract.get_input_quant_scheme(consumer(name))
+        for name in (
+            "kFp8StaticTensorSym",
+            "kFp8DynamicTokenSym",
+            "kFp8Dynamic128Sym",
+            "kNvfp4Dynamic",
+            "kFp8DynamicTensorSym",
+        )
+    }
     assert list(found.values()) == ["fp8_tensor", "fp8_token", "fp8_group128", None, None]
     equal = q.QuantKey(q.FP8_DTYPE, q.kStaticTensorScale, symmetric=True)
     assert equal is not q.kFp8StaticTensorSym and adapter.schemes[equal] == "fp8_tensor"

@@ -6,8 +6,8 @@ from tq.contract.api import (
     rms_norm_input_quant,
     silu_mul_input_quant,
 )
-from tq.contract.plugin import register
 from tq.contract.boundaries import Boundary, Report, observe, report
+from tq.contract.plugin import register
 from tq.contract.scales import InputQuantScales, get_input_quant_scales
 
 __all__ = [

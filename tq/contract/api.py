@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tq.contract import vllm
-from tq.contract.route import RMS_NORM, SILU_MUL, route, state
+from tq.contract.route import RMS_NORM, SILU_MUL, Adapter, route, state
 
 
 def get_input_quant_key(linear: Any) -> Any:
@@ -18,8 +18,8 @@ def get_input_quant_key(linear: Any) -> Any:
 
 def get_input_quant_scheme(linear: Any) -> str | None:
     """Scheme name of `get_input_quant_key(linear)`, or `None` when tq has no such scheme."""
-    key = get_input_quant_key(linear)
-    return None if key is None else state.adapter.schemes.get(key)
+    adapter = _adapter()
+    return None if adapter is None else adapter.schemes.get(adapter.get_input_quant_key(linear))
 
 
 def rms_norm_input_quant(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, linear: Any = None) -> Any:
@@ -42,7 +42,7 @@ def silu_mul_input_quant(act: Any, x: torch.Tensor, linear: Any = None) -> Any:
     return route(SILU_MUL, act, x, None, linear, _plain(act))
 
 
-def _adapter() -> Any:
+def _adapter() -> Adapter | None:
     # Imports cannot be traced; under torch.compile the plugin has loaded the adapter before.
     if state.adapter is None and not torch.compiler.is_compiling():
         vllm.load_adapter()

@@ -104,7 +104,9 @@ def called(boundary: Boundary | None, producer: str, args: tuple[Any, ...], kwar
 
 
 def summary(boundaries: list[Boundary]) -> str:
-    """'2 of 3 boundaries fused (rms_norm 2)'"""
+    """'2 of 3 boundaries fused (rms_norm 2); not fused: 1 (<reason>)'"""
     counts = Counter(boundary.producer for boundary in boundaries if boundary.reason is None)
+    reasons = Counter(boundary.reason for boundary in boundaries if boundary.reason is not None)
     detail = ", ".join(f"{producer} {count}" for producer, count in sorted(counts.items()))
-    return f"{sum(counts.values())} of {len(boundaries)} boundaries fused" + (f" ({detail})" if detail else "")
+    text = f"{sum(counts.values())} of {len(boundaries)} boundaries fused" + (f" ({detail})" if detail else "")
+    return text + "".join(f"; not fused: {count} ({reason})" for reason, count in reasons.most_common())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -22,38 +22,39 @@ def scaled_fp8_quant(
     output: torch.Tensor | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q = e4m3(input / scale), with a given scale, one per row, or amax / 448 of the whole tensor.
+    """Codes = e4m3(input / scale), with a given scale, one per row, or amax / 448 of the whole tensor.
 
-    input: [M, N]; returns (q [max(M, num_token_padding), N] float8_e4m3fn, scale fp32). Follows vLLM's wrapper of the
-    same name; scales of groups are not supported.
+    input: [M, N]; returns (codes [max(M, num_token_padding), N] float8_e4m3fn, scale fp32). Follows vLLM's wrapper of
+    the same name; scales of groups are not supported.
     """
     if scale is not None and scale.numel() != 1:
         raise NotImplementedError(
             f"scaled_fp8_quant: scale must have one element on this build, got shape {tuple(scale.shape)}; "
             "use a checkpoint with per-tensor scales"
         )
-    dynamic_rows = scale is None and use_per_token_if_dynamic
-    if scale is None and not dynamic_rows:
-        # The floor keeps an all-zero tensor from dividing by zero.
-        scale = (input.abs().amax().float() / 448.0).clamp(min=torch.finfo(torch.float32).tiny).reshape(1)
+    per_row = scale is None and use_per_token_if_dynamic
     with _implementation(input):
-        if dynamic_rows:
+        if per_row:
             quantized = tq.quantize(input, scheme="fp8_token", scale_ub=scale_ub)
-            scale = quantized.scale
         else:
-            quantized = tq.quantize(input, scheme="fp8_tensor", scale=scale)
-    data = quantized.data
+            quantized = tq.quantize(input, scheme="fp8_tensor", scale=_amax_scale(input) if scale is None else scale)
+    data, scale = quantized.data, quantized.scale
     rows = max(num_token_padding or 0, input.shape[0])
     if output is None and rows == input.shape[0]:
         return data, scale
     if output is None:
         output = torch.zeros((rows, input.shape[1]), dtype=data.dtype, device=data.device)
     output[: input.shape[0]] = data
-    if dynamic_rows and rows > input.shape[0]:
+    if per_row and rows > input.shape[0]:
         scale = torch.nn.functional.pad(scale, (0, 0, 0, rows - input.shape[0]), value=1.0)
     return output, scale
 
 
-def _implementation(tensor: torch.Tensor):
+def _amax_scale(tensor: torch.Tensor) -> torch.Tensor:
+    # The floor keeps an all-zero tensor from dividing by zero.
+    return (tensor.abs().amax().float() / 448.0).clamp(min=torch.finfo(torch.float32).tiny).reshape(1)
+
+
+def _implementation(tensor: torch.Tensor) -> AbstractContextManager[None]:
     large = not torch.compiler.is_compiling() and tensor.numel() > REFERENCE_ABOVE
     return tq.use_reference() if large else nullcontext()

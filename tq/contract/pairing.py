@@ -13,7 +13,8 @@ import torch
 
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
-from tq.contract.route import RMS_NORM, SILU_MUL, Fusion, plan, route, state
+from tq.contract.route import NO_KEY, RMS_NORM, SILU_MUL, Fusion, plan, route, state
+from tq.contract.scales import implementation
 
 # SHA-256 (first 16 hex digits) of the source of forward methods whose data flow was read: the producer's output
 # reaches nothing but the consumer. The same in vLLM 0.32 and 0.33. A subclass with the same forward is covered; one
@@ -94,9 +95,9 @@ def _pair(site: Site, prefix: str, parent: torch.nn.Module, module: Any, stand_a
         consumer = _resolve(parent, site.path)
         planned = plan(site.fusion, module, consumer)
         if isinstance(planned, str):
-            reason = planned
+            reason = f"{planned} ({implementation(consumer)})" if planned == NO_KEY else planned
         else:
-            boundary.scheme = planned.scheme
+            boundary.scheme = planned.options["scheme"]
     boundary.reason = reason
     if reason is not None:
         unpair(module)
@@ -143,7 +144,7 @@ def _resolve(parent: Any, path: tuple[str, ...]) -> Any:
 
 
 @cache
-def _routed_class(base: type, fusion: Fusion) -> type:
+def _routed_class(base: Any, fusion: Fusion) -> type:
     """Subclass of `base` whose forward routes; the consumer is looked up by name at each call.
 
     LoRA replaces `parent.<consumer>` after loading. A reference kept here would still see the base layer and its key.
@@ -165,7 +166,7 @@ def _swap(site: Site, parent: torch.nn.Module, module: Any, boundary: Boundary) 
     object.__setattr__(module, "tq_parent", parent)
     object.__setattr__(module, "tq_path", site.path)
     object.__setattr__(module, "tq_boundary", boundary)
-    base = getattr(type(module), "tq_base", type(module))
+    base: Any = getattr(type(module), "tq_base", type(module))
     module.__class__ = _routed_class(base, site.fusion)
 
 

@@ -38,7 +38,7 @@ def register() -> None:
         vllm.hook_cache_identity(fingerprint)
         vllm.supply_missing_quantizer()
         vllm.hook_model_loading(_after_loading)
-    except Exception as error:  # noqa: BLE001  a plugin must not stop the engine
+    except Exception as error:  # a plugin must not stop the engine
         boundaries.disable(f"registration failed: {error}")
         vllm.logger.exception("tq is disabled: registration failed")
 
@@ -47,15 +47,13 @@ def _after_loading(model: torch.nn.Module) -> None:
     try:
         vllm.load_adapter()
         found = pairing.pair_model(model, vllm.norms_stand_aside())
-    except Exception as error:  # noqa: BLE001  a plugin must not stop the engine
+    except Exception as error:  # a plugin must not stop the engine
         for module in model.modules():
             pairing.unpair(module)
         boundaries.disable(f"pairing failed: {error}")
         vllm.logger.exception("tq: pairing failed, the model runs unfused")
         return
-    vllm.logger.info(
-        "tq %s: %s; ask why: tq.contract.report()", tq.__version__, boundaries.summary(found)
-    )
+    vllm.logger.info("tq %s: %s; ask why: tq.contract.report()", tq.__version__, boundaries.summary(found))
 
 
 @lru_cache(maxsize=1)

@@ -17,6 +17,7 @@ from tq.contract.scales import InputQuantScales, get_input_quant_scales
 DTYPES = (torch.bfloat16, torch.float16)
 STATIC_SCHEMES = ("fp8_tensor",)
 GROUP_SIZES = {"fp8_group128": 128}
+NO_KEY = "the consumer takes no quantized input"
 
 
 class NormRounding(NamedTuple):
@@ -36,7 +37,7 @@ class Adapter(Protocol):
     def is_rms_norm(self, module: Any) -> bool: ...
     def is_silu_mul(self, module: Any) -> bool: ...
     def norm_rounding(self, has_residual: bool) -> NormRounding | None: ...
-    def wrap(self, activation: Any, scale: torch.Tensor, key: Any) -> Any: ...
+    def wrap(self, activation: Any, key: Any) -> Any: ...
 
 
 class _State:
@@ -47,10 +48,11 @@ state = _State()
 
 
 class Plan(NamedTuple):
+    """options: keyword arguments of the public function, from scheme and scales to the rounding."""
+
+    adapter: Adapter
     key: Any
-    scheme: str
-    scales: InputQuantScales
-    norm_rounding: NormRounding | None = None
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,14 @@ class Fusion:
     """How one producer is planned and called.
 
     refusal(adapter, module, x): why this module cannot be fused, or `None`; x is `None` before the first call.
-    call(module, x, residual, plan): (function, args, kwargs) of tq's public API.
+    rounding(adapter, has_residual): the rounding options, or `None` when they are not known.
+    call(module, x, residual, options): (function, args, kwargs) of tq's public API.
     """
 
     producer: str
     refusal: Callable[[Adapter, Any, torch.Tensor | None], str | None]
-    call: Callable[[Any, torch.Tensor, torch.Tensor | None, Plan], tuple[Callable[..., Any], tuple, dict]]
+    rounding: Callable[[Adapter, bool], dict[str, Any] | None]
+    call: Callable[[Any, torch.Tensor, torch.Tensor | None, dict[str, Any]], tuple[Callable[..., Any], tuple, dict]]
     inputs_per_output: int = 1
 
 
@@ -85,7 +89,7 @@ def plan(
         return "the consumer splits its input, which must be a plain tensor"
     key = adapter.get_input_quant_key(linear)
     if key is None:
-        return "the consumer takes no quantized input"
+        return NO_KEY
     scheme = adapter.schemes.get(key)
     if scheme is None:
         return "no scheme for the consumer's input quantization key"
@@ -97,12 +101,10 @@ def plan(
         refusal = _device_refusal(linear) if x is None else _input_refusal(fusion, scheme, x)
     if refusal is not None:
         return refusal
-    rounding = None
-    if fusion is RMS_NORM:
-        rounding = adapter.norm_rounding(residual is not None)
-        if rounding is None:
-            return "the plain norm runs an implementation of unknown rounding"
-    return Plan(key, scheme, scales, rounding)
+    rounding = fusion.rounding(adapter, residual is not None)
+    if rounding is None:
+        return "the plain module runs an implementation of unknown rounding"
+    return Plan(adapter, key, {**_scale_options(scheme, scales), **rounding})
 
 
 def route(
@@ -118,14 +120,12 @@ def route(
     planned = plan(fusion, module, linear, x, residual)
     if isinstance(planned, str):
         return plain(x) if residual is None else plain(x, residual)
-    function, args, kwargs = fusion.call(module, x, residual, planned)
+    function, args, kwargs = fusion.call(module, x, residual, planned.options)
     result = function(*args, **kwargs)
     if not torch.compiler.is_compiling():
         boundaries.called(boundary, fusion.producer, args, kwargs, result)
     activation = result if residual is None else result[0]
-    # A static scale goes on as the consumer's own tensor, as its kernel would have passed it.
-    scale = planned.scales.static_scale if planned.scheme in STATIC_SCHEMES else activation.scale
-    wrapped = state.adapter.wrap(activation, scale, planned.key)
+    wrapped = planned.adapter.wrap(activation, planned.key)
     return wrapped if residual is None else (wrapped, result[1])
 
 
@@ -160,13 +160,12 @@ def _switched_on(name: str) -> bool:
     return os.environ.get(name, "0").lower() in ("1", "true", "on", "yes")
 
 
-def _scale_arguments(planned: Plan) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"scheme": planned.scheme}
-    if planned.scheme in STATIC_SCHEMES:
-        arguments["scale"] = planned.scales.static_scale
-    elif planned.scales.scale_ub is not None:
-        arguments["scale_ub"] = planned.scales.scale_ub
-    return arguments
+def _scale_options(scheme: str, scales: InputQuantScales) -> dict[str, Any]:
+    if scheme in STATIC_SCHEMES:
+        return {"scheme": scheme, "scale": scales.static_scale}
+    if scales.scale_ub is not None:
+        return {"scheme": scheme, "scale_ub": scales.scale_ub}
+    return {"scheme": scheme}
 
 
 def _rms_norm_refusal(adapter: Adapter, norm: Any, x: torch.Tensor | None) -> str | None:
@@ -182,12 +181,19 @@ def _rms_norm_refusal(adapter: Adapter, norm: Any, x: torch.Tensor | None) -> st
     return None
 
 
-def _rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, planned: Plan) -> tuple:
-    kwargs = _scale_arguments(planned)
-    kwargs["rounding"] = planned.norm_rounding.rounding
-    if residual is not None:
-        kwargs["residual"] = residual
-        kwargs["round_residual"] = planned.norm_rounding.round_residual
+def _rms_norm_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any] | None:
+    found = adapter.norm_rounding(has_residual)
+    if found is None:
+        return None
+    options: dict[str, Any] = {"rounding": found.rounding}
+    if has_residual:
+        options["round_residual"] = found.round_residual
+    return options
+
+
+def _rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
+    # Out of place: the caller, and whoever observes, may still need the residual from before the addition.
+    kwargs = options if residual is None else {**options, "residual": residual}
     return tq.rms_norm, (x, norm.weight, norm.variance_epsilon), kwargs
 
 
@@ -196,10 +202,14 @@ def _silu_mul_refusal(adapter: Adapter, act: Any, x: torch.Tensor | None) -> str
     return None if act is None or adapter.is_silu_mul(act) else "not a plain SiLU-and-multiply"
 
 
-def _silu_mul_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, planned: Plan) -> tuple:
+def _silu_mul_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any]:
     # bf16(bf16(silu(gate)) * up) is what both the native module and `_C.silu_and_mul` compute.
-    return tq.silu_mul, (x,), {**_scale_arguments(planned), "rounding": "activation_and_product"}
+    return {"rounding": "activation_and_product"}
 
 
-RMS_NORM = Fusion("rms_norm", _rms_norm_refusal, _rms_norm_call)
-SILU_MUL = Fusion("silu_mul", _silu_mul_refusal, _silu_mul_call, inputs_per_output=2)
+def _silu_mul_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
+    return tq.silu_mul, (x,), options
+
+
+RMS_NORM = Fusion("rms_norm", _rms_norm_refusal, _rms_norm_rounding, _rms_norm_call)
+SILU_MUL = Fusion("silu_mul", _silu_mul_refusal, _silu_mul_rounding, _silu_mul_call, inputs_per_output=2)

@@ -33,8 +33,10 @@ def get_input_quant_scales(linear: Any) -> InputQuantScales:
     """Scales of `linear` as they are now.
 
     Nothing is kept between two calls: weight post-processing, a weight reload or a user may replace, overwrite or
-    delete a scale at any time. A tensor that is absent, or that has more than one element, is reported as `None`.
-    Attribute names are those of the kernel behind the layer (vLLM `ScaledMMLinearKernel.layer_param_names`).
+    delete a scale at any time. A captured CUDA graph keeps the tensor it was captured with: replays see a scale
+    written in place; a replaced one needs a new capture, as for vLLM's own kernels. A tensor that is absent, or that
+    has more than one element, is reported as `None`. Attribute names are those of the kernel behind the layer (vLLM
+    `ScaledMMLinearKernel.layer_param_names`).
     """
     if own_accessor is not None:
         own = own_accessor(linear)
@@ -52,12 +54,24 @@ def _one_element(owner: Any, name: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) and value.numel() == 1 else None
 
 
-def _parameter_names(linear: Any) -> tuple[str, str]:
-    """(name of the static scale, name of the upper bound) on `linear`."""
+def _kernel(linear: Any) -> Any:
+    """The object that runs the layer's matrix product, or `None`."""
     for holder_name in _KERNEL_HOLDERS:
         holder = getattr(linear, holder_name, None)
         for attribute in _KERNEL_ATTRIBUTES:
-            names = getattr(getattr(holder, attribute, None), "layer_param_names", None)
-            if names is not None and len(names) == 4:  # (weight, weight scale, input scale, bound): FP8 kernels
-                return names[2], names[3]
-    return "input_scale", "input_scale_ub"
+            kernel = getattr(holder, attribute, None)
+            if kernel is not None:
+                return kernel
+    return None
+
+
+def _parameter_names(linear: Any) -> tuple[str, str]:
+    """(name of the static scale, name of the upper bound) on `linear`."""
+    names: Any = getattr(_kernel(linear), "layer_param_names", ())
+    # (weight, weight scale, input scale, bound) are those of the FP8 kernels; others have other lists.
+    return (names[2], names[3]) if len(names) == 4 else ("input_scale", "input_scale_ub")
+
+
+def implementation(linear: Any) -> str:
+    """Name of the class behind `linear`: its kernel's, else its quantization method's, else its own."""
+    return type(_kernel(linear) or getattr(linear, "quant_method", None) or linear).__name__

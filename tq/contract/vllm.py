@@ -66,9 +66,9 @@ class VllmAdapter:
     def norm_rounding(self, has_residual: bool) -> NormRounding | None:
         return _norm_rounding(has_residual)
 
-    def wrap(self, activation: Any, scale: torch.Tensor, key: Any) -> Any:
+    def wrap(self, activation: Any, key: Any) -> Any:
         data = activation.data
-        return self._activation(data, scale, activation.orig_dtype, data.shape, key)
+        return self._activation(data, activation.scale, activation.orig_dtype, data.shape, key)
 
 
 # vLLM runs RMSNorm through an operator with several implementations: its CUDA kernel in eager mode, the torch formula
@@ -124,18 +124,12 @@ def hook_model_loading(after: Callable[[torch.nn.Module], None]) -> None:
     """
     from vllm.model_executor.model_loader import base_loader
 
-    original = base_loader.process_weights_after_loading
-    if hasattr(original, "tq_hook"):
-        return
-
-    @wraps(original)
-    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def process(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
         after(model)
         return result
 
-    process_weights_after_loading.tq_hook = True
-    base_loader.process_weights_after_loading = process_weights_after_loading
+    _wrap(base_loader, "process_weights_after_loading", process)
 
 
 def hook_cache_identity(fingerprint: Callable[[], str]) -> None:
@@ -146,20 +140,28 @@ def hook_cache_identity(fingerprint: Callable[[], str]) -> None:
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    original = EngineArgs.create_engine_config
-    if hasattr(original, "tq_hook"):
+    def create(original: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(arguments.additional_config, dict):
+            arguments.additional_config = {**arguments.additional_config, "tq": fingerprint()}
+        else:
+            logger.warning("tq: additional_config is not a dict; clear the compile cache when tq is added or updated")
+        return original(arguments, *args, **kwargs)
+
+    _wrap(EngineArgs, "create_engine_config", create)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """owner.name(...) becomes wrapper(<the original>, ...), once."""
+    original = getattr(owner, name)
+    if hasattr(original, "tq_original"):
         return
 
     @wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.additional_config, dict):
-            self.additional_config = {**self.additional_config, "tq": fingerprint()}
-        else:
-            logger.warning("tq: additional_config is not a dict; clear the compile cache when tq is added or updated")
-        return original(self, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
 
-    create_engine_config.tq_hook = True
-    EngineArgs.create_engine_config = create_engine_config
+    wrapped.tq_original = original  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
 
 
 def supply_missing_quantizer() -> None:
