@@ -1,6 +1,6 @@
-"""Runs a two-layer Llama with FP8 static weights and activations in vLLM and writes what tq did to stdout as JSON.
+"""Runs a two-layer FP8 (static) Llama or Qwen3 in vLLM and writes what tq did to stdout as JSON.
 
-python tests/contract_engine.py [--compile]
+python tests/contract_engine.py [--compile] [--qwen3]
 """
 
 import json
@@ -49,6 +49,8 @@ CONFIG = {
         "quantization_status": "compressed",
     },
 }
+# Its MLP calls the activation itself, where Llama's asks vLLM's table of fused ones.
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64}
 
 
 def unfused_codes(producer, args, kwargs):
@@ -77,7 +79,8 @@ def main():
     from vllm import LLM, SamplingParams
 
     model = Path(tempfile.mkdtemp())
-    (model / "config.json").write_text(json.dumps(CONFIG))
+    family = QWEN3 if "--qwen3" in sys.argv else {}
+    (model / "config.json").write_text(json.dumps({**CONFIG, **family}))
     llm = LLM(
         model=str(model),
         load_format="dummy",

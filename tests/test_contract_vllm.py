@@ -246,8 +246,9 @@ NAMES = [
 
 
 @cpu_build
-def test_engine_runs_every_boundary_fused(tmp_path):
-    result, log = run_engine(tmp_path)
+@pytest.mark.parametrize("family", [(), ("--qwen3",)], ids=["llama", "qwen3"])
+def test_engine_runs_every_boundary_fused(tmp_path, family):
+    result, log = run_engine(tmp_path, *family)
     assert result["boundaries"] == NAMES
     assert log.count("boundaries fused (rms_norm 4, silu_mul 2)") == 1
     # Three forwards: the prompts together, then two steps of one token each.
