@@ -31,7 +31,7 @@ def load_x(args, row, col, mask):
 
 
 @triton.jit
-def apply_nothing(args, loaded, means, col, mask):
+def apply_nothing(args, loaded, means, row, col, mask):
     """The `apply` of a producer whose `load` makes y."""
     return loaded
 
@@ -63,16 +63,38 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def divide(value, divisor):
-    """value / divisor rounded once to fp32 (IEEE), with one reciprocal per divisor.
+def reciprocal(value):
+    """1 / value within 4 units in the last place, for a positive value; 0 for infinity. Two instructions, a division ten."""
+    root = tl.rsqrt(value)
+    return root * root
 
-    Markstein: with r = RN(1/d) and q = RN(v*r), RN(q + r*(v - q*d)) is the correctly rounded quotient as long as no
-    intermediate leaves the normal range; scales are kept in [2^-80, FLT_MAX/448] for that. An infinite q is left as
-    it is, where the correction would make a NaN. The interpreter's fma rounds twice, so it divides.
+
+@triton.jit
+def refined_reciprocal(value):
+    """1 / value within 1 unit in the last place: one Newton step on `reciprocal`."""
+    inverse = reciprocal(value)
+    return tl.fma(tl.fma(-value, inverse, 1.0), inverse, inverse)
+
+
+@triton.jit
+def divide(value, divisor, inverse):
+    """value / divisor rounded once to fp32 (IEEE), given `inverse` within 1 unit in the last place of 1 / divisor.
+
+    With q = RN(v*r), the remainder v - q*d is exact in an fma, and RN(q + r*(v - q*d)) is the correctly rounded quotient:
+    found equal to the IEEE division for every mantissa of bf16 and fp16 values with every fp32 mantissa of the divisor.
+    Holds while nothing leaves the normal range; scales are kept in [2^-80, FLT_MAX/448] for that. An infinite value gives
+    NaN. The interpreter's fma rounds twice, so it divides.
     """
     if INTERPRETED:
-        return tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
-    reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-    quotient = value * reciprocal
-    corrected = tl.fma(tl.fma(-quotient, divisor, value), reciprocal, quotient)
-    return tl.where(tl.abs(quotient) < float("inf"), corrected, quotient)
+        quotient = tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
+        return tl.where(tl.abs(value) == float("inf"), float("nan"), quotient)
+    quotient = value * inverse
+    return tl.fma(tl.fma(-quotient, divisor, value), inverse, quotient)
+
+
+@triton.jit
+def magnitude(value):
+    """|value| with NaN as 0, for a maximum: compiled, `tl.max` skips a NaN by itself; interpreted, it keeps it."""
+    if INTERPRETED:
+        return tl.where(value == value, tl.abs(value), 0.0)
+    return tl.abs(value)

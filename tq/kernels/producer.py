@@ -75,9 +75,11 @@ def bind_rows(op: str) -> Callable[..., Bound]:
 class Producer:
     """load, moments and apply are the device functions, in fp32 tiles [BLOCK_M, BLOCK_N]:
 
-    load(args, row, col, mask) -> loaded (a tile or a tuple of tiles; side outputs are stored here);
-    moments[i](loaded, means) -> tile, whose mean over the row is appended to `means`;
-    apply(args, loaded, means, col, mask) -> y.
+    load(args, row, col, mask) -> loaded, a tile or a tuple of tiles: everything that is read, so that all reads of a row
+        are under way before anything is written;
+    moments[i](args, loaded, means, total) -> total + m, the sum so far and what this tile adds; the mean of m over the row is
+        appended to `means`;
+    apply(args, loaded, means, row, col, mask) -> y; side outputs are stored here.
 
     bind: the host signature; checks the arguments (before any launch) and returns `Bound`. Its parameters are the
     parameters of the torch op. None: one tensor x. reference: (same arguments, precision=) -> `Reference`, the torch form,

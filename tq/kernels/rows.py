@@ -12,6 +12,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from tq.kernels.device import magnitude
+
 
 class Tiling(NamedTuple):
     """How a call is cut. WHOLE_ROW: one program column, so TILES * BLOCK_N >= N; else programs share a row."""
@@ -62,34 +64,29 @@ def produce(producer, args, row, M, tiling):
     for i in tl.static_range(len(producer.moments)):
         total = tl.zeros([tiling.BLOCK_M, tiling.BLOCK_N], tl.float32)
         for t in tl.static_range(tiling.TILES):
-            total += tl.where(inside(t, columns_of(t, tiling), tiling), producer.moments[i](loaded[t], means), 0.0)
+            more = producer.moments[i](args, loaded[t], means, total)
+            total = tl.where(inside(t, columns_of(t, tiling), tiling), more, total)
         row_total = tl.sum(total, 1, keep_dims=True)
         means = means + (tl.div_rn(row_total, tl.full(row_total.shape, tiling.N, tl.float32)),)
     produced = ()
     for t in tl.static_range(tiling.TILES):
         col = columns_of(t, tiling)
         exists = inside(t, col, tiling)
-        produced = produced + (tl.where(exists, producer.apply(args, loaded[t], means, col, exists), 0.0),)
+        produced = produced + (tl.where(exists, producer.apply(args, loaded[t], means, row, col, (row < M) & exists), 0.0),)
     return produced
 
 
 @triton.jit
-def amax_of(y):
-    """|y| with NaN as 0: `tl.max` skips NaN when compiled and keeps it when interpreted."""
-    return tl.where(y == y, tl.abs(y), 0.0)
-
-
-@triton.jit
-def fit_row(y, scheme, inputs, tiling):
+def fit_row(y, scheme, given, tiling):
     """The scale a whole row shares, fp32 [BLOCK_M, 1, 1]; unused zeros where groups have their own."""
     amax = tl.zeros([tiling.BLOCK_M, 1], tl.float32)
     if scheme.GROUP == 0:
-        widest = amax_of(y[0])
+        widest = magnitude(y[0])
         for t in tl.static_range(1, tiling.TILES):
-            widest = tl.maximum(widest, amax_of(y[t]))
+            widest = tl.maximum(widest, magnitude(y[t]))
         amax = tl.max(widest, 1, keep_dims=True)
     if scheme.GROUP <= 0:
-        amax = scheme.rule.fit(amax, inputs, scheme.code.MAX)
+        amax = scheme.rule.fit(amax, given, scheme.code.MAX)
     return amax[:, :, None]
 
 
@@ -101,11 +98,11 @@ def grouped(tile, scheme, tiling):
 
 
 @triton.jit
-def fit_groups(y, row_scale, scheme, inputs):
+def fit_groups(y, row_scale, scheme, given):
     """The scales of a grouped tile, fp32 [BLOCK_M, groups, 1]."""
     if scheme.GROUP <= 0:
         return row_scale
-    return scheme.rule.fit(tl.max(amax_of(y), 2, keep_dims=True), inputs, scheme.code.MAX)
+    return scheme.rule.fit(tl.max(magnitude(y), 2, keep_dims=True), given, scheme.code.MAX)
 
 
 @triton.jit
@@ -129,12 +126,13 @@ def quantize_rows_kernel(
     codes, scales, scale_row_stride, scale_group_stride, M, padded_M, producer, args, scheme, inputs, tiling
 ):
     """store(quantize(produce(args), scheme)). Rows in [M, padded_M) exist for the scales alone and are zero."""
+    given = scheme.rule.load(inputs)
     row = rows_of(tiling)
     y = produce(producer, args, row, M, tiling)
-    row_scale = fit_row(y, scheme, inputs, tiling)
+    row_scale = fit_row(y, scheme, given, tiling)
     for t in tl.static_range(tiling.TILES):
         y_groups = grouped(y[t], scheme, tiling)
-        scale = fit_groups(y_groups, row_scale, scheme, inputs)
+        scale = fit_groups(y_groups, row_scale, scheme, given)
         tile_codes = scheme.code.encode(scheme.rule.scaled(y_groups, scale))
         col = columns_of(t, tiling)
         tile_codes = tl.reshape(tile_codes, [tiling.BLOCK_M, tiling.BLOCK_N])
@@ -164,9 +162,10 @@ def check_rows_kernel(
     worst error is over elements inside the code's range, in units of the code's spacing there. Each token is summed by
     one program in a fixed order, so two runs agree bit for bit. Needs WHOLE_ROW.
     """
+    given = scheme.rule.load(inputs)
     row = rows_of(tiling)
     y_tiles = produce(producer, args, row, M, tiling)
-    row_scale = fit_row(y_tiles, scheme, inputs, tiling)
+    row_scale = fit_row(y_tiles, scheme, given, tiling)
     none = tl.zeros([tiling.BLOCK_M, 1], tl.float32)
     worst, wrong_codes, wrong_scales, nonfinite, saturated, signal, noise = none, none, none, none, none, none, none
     for t in tl.static_range(tiling.TILES):
@@ -175,7 +174,7 @@ def check_rows_kernel(
         stored_codes = grouped(tl.load(codes + (row * tiling.N + col), mask=mask, other=0), scheme, tiling)
         mask = grouped(mask.broadcast_to(tiling.BLOCK_M, tiling.BLOCK_N), scheme, tiling)
         y = grouped(y_tiles[t], scheme, tiling)
-        fitted = fit_groups(y, row_scale, scheme, inputs)
+        fitted = fit_groups(y, row_scale, scheme, given)
         stored = fitted
         if scheme.GROUP >= 0:
             address, exists = scale_places(scales, scale_row_stride, scale_group_stride, row, t, scheme, tiling)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tq.kernels.codes import E4M3, Code, DeviceCode
-from tq.kernels.device import divide
+from tq.kernels.device import divide, refined_reciprocal
 from tq.kernels.layouts import COLUMN_MAJOR, ROW_MAJOR, TMA_ALIGNED, Layout
 from tq.kernels.target import Target
 
@@ -32,14 +32,21 @@ class ScaleInputs(NamedTuple):
 class DeviceRule(NamedTuple):
     """The jit functions of a scale rule, as a kernel takes them."""
 
-    fit: Any  # (amax tile, ScaleInputs, MAX) -> scale tile
-    scaled: Any  # (y tile, scale tile) -> tile to encode
+    load: Any
+    fit: Any
+    scaled: Any
 
 
 @dataclass(frozen=True, eq=False)
 class ScaleRule:
-    """amax -> scale, and y -> what is encoded. The `reference_` functions are the torch form of the same arithmetic."""
+    """How scales are made and applied, as jit functions and as torch.
 
+    load(inputs) -> given: reads `ScaleInputs` first thing in a kernel, so that the latency overlaps that of the rows;
+    fit(amax, given, MAX) -> scale, for a tile of amax; scaled(y, scale) -> what is encoded. The `reference_` functions are
+    the torch form of the same arithmetic: (amax, ScaleInputs, MAX) -> scale and (y, scale) -> what is encoded.
+    """
+
+    load: Any
     fit: Any
     scaled: Any
     reference_fit: Callable[[torch.Tensor, ScaleInputs, float], torch.Tensor]
@@ -47,9 +54,15 @@ class ScaleRule:
 
 
 @triton.jit
-def fit_static(amax, inputs, MAX: tl.constexpr):
+def load_static(inputs):
     """The given scale."""
-    return tl.full(amax.shape, 0.0, tl.float32) + tl.load(inputs.scale)
+    return (tl.load(inputs.scale),)
+
+
+@triton.jit
+def fit_static(amax, given, MAX: tl.constexpr):
+    """The given scale, whatever amax is."""
+    return tl.zeros(amax.shape, tl.float32) + given[0]
 
 
 @triton.jit
@@ -59,12 +72,24 @@ def scaled_by_reciprocal(y, scale):
 
 
 @triton.jit
-def fit_amax(amax, inputs, MAX: tl.constexpr):
-    """max(min(amax, scale_ub) / MAX, min_scale), the division IEEE. An infinite amax counts as FLT_MAX."""
-    amax = tl.minimum(amax, 3.4028234663852886e38)
+def load_amax(inputs):
+    """The bounds of amax from above and of the scale from below."""
+    limit = 3.4028234663852886e38
     if inputs.scale_ub is not None:
-        amax = tl.minimum(amax, tl.load(inputs.scale_ub))
-    return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32)), inputs.min_scale)
+        limit = tl.minimum(tl.load(inputs.scale_ub), limit)
+    return limit, inputs.min_scale
+
+
+@triton.jit
+def fit_amax(amax, given, MAX: tl.constexpr):
+    """max(min(amax, scale_ub, FLT_MAX) / MAX, min_scale), the division IEEE."""
+    return tl.maximum(divide(tl.minimum(amax, given[0]), tl.full(amax.shape, MAX, tl.float32), 1.0 / MAX), given[1])
+
+
+@triton.jit
+def scaled_by_division(y, scale):
+    """y / scale, IEEE."""
+    return divide(y, scale, refined_reciprocal(scale))
 
 
 def reference_fit_static(amax: torch.Tensor, inputs: ScaleInputs, code_max: float) -> torch.Tensor:
@@ -77,13 +102,22 @@ def reference_fit_amax(amax: torch.Tensor, inputs: ScaleInputs, code_max: float)
     amax = amax.clamp(max=FLT_MAX)
     if inputs.scale_ub is not None:
         amax = torch.minimum(amax, inputs.scale_ub.reshape(()))
-    return (amax / code_max).clamp(min=inputs.min_scale)
+    # A tensor divides; a number would be turned into a multiplication by its reciprocal on a GPU.
+    return (amax / torch.full_like(amax, code_max)).clamp(min=inputs.min_scale)
+
+
+def reference_scaled_by_division(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(y.isinf(), torch.nan, y / scale)
 
 
 STATIC = ScaleRule(
-    fit_static, scaled_by_reciprocal, reference_fit_static, lambda y, scale: y * scale.float().reciprocal()
+    load_static,
+    fit_static,
+    scaled_by_reciprocal,
+    reference_fit_static,
+    lambda y, scale: y * scale.reciprocal(),
 )
-AMAX = ScaleRule(fit_amax, divide, reference_fit_amax, lambda y, scale: y / scale)
+AMAX = ScaleRule(load_amax, fit_amax, scaled_by_division, reference_fit_amax, reference_scaled_by_division)
 
 
 class DeviceScheme(NamedTuple):
@@ -131,9 +165,8 @@ class Scheme:
     def device(self, target: Target) -> DeviceScheme:
         """The jit functions and constants that a kernel for `target` takes."""
         group = {"tensor": -1, "token": 0, "group": self.group}[self.granularity]
-        return DeviceScheme(
-            self.code.device(target.native_e4m3), DeviceRule(self.rule.fit, self.rule.scaled), tl.constexpr(group)
-        )
+        rule = DeviceRule(self.rule.load, self.rule.fit, self.rule.scaled)
+        return DeviceScheme(self.code.device(target.native_e4m3), rule, tl.constexpr(group))
 
     def reference(self, y: torch.Tensor, inputs: ScaleInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes uint8 [M, N], scales fp32 [M, G]) of fp32 y [M, N], in torch: the arithmetic the kernels must equal.

@@ -51,28 +51,32 @@ def choose(rows: int, hidden_size: int, group: int, whole_row: bool, itemsize: i
 
 @lru_cache
 def heuristic(hidden_size: int, group: int, whole_row: bool, itemsize: int) -> RowConfig:
-    """A configuration from the row alone, never from the number of rows: a token's bits must not depend on its batch."""
-    per_thread = 16 // itemsize  # one 16-byte load
-    block_n, tiles = split_row(hidden_size, group)
+    """A configuration from the row alone, never from the number of rows: a token's bits must not depend on its batch.
+
+    A thread takes 8 consecutive elements of a tile, a 16-byte load of 16-bit inputs, so that loads and stores agree on
+    one register layout. Found on an H200; see perf/notes.md.
+    """
     if not whole_row:
-        wide = 4 * 32 * per_thread
-        if tiles * block_n > wide:
-            block_n = max(min(block_n, wide), group)
-            return RowConfig(1, block_n, 1, 4)
-    padded = block_n * tiles
-    block_m = max(1, 1024 // triton.next_power_of_2(padded))
-    threads = block_m * triton.next_power_of_2(padded) // (2 * per_thread)
-    return RowConfig(block_m, block_n, tiles, min(max(threads // 32, 1), 16))
+        # Programs share a row: as many columns as keep every lane busy, in one tile.
+        block_n = max(fit_power_of_two(hidden_size, 256, 1024), group)
+        return RowConfig(1, block_n, 1, max(block_n // 256, 1))
+    num_warps = 1
+    while num_warps < 16 and -(-hidden_size // (256 * num_warps)) > (5 if num_warps < 8 else 8):
+        num_warps *= 2
+    widest = triton.next_power_of_2(hidden_size)
+    if group and widest == hidden_size and hidden_size >= 4096:
+        # Scales of a tile change their register layout when stored: one tile, one change.
+        return RowConfig(1, widest, 1, num_warps)
+    block_n = max(256 * num_warps, group)
+    if num_warps == 1:
+        block_n = max(fit_power_of_two(hidden_size, 128, 256), group)
+    return RowConfig(1, block_n, -(-hidden_size // block_n), num_warps)
 
 
-def split_row(hidden_size: int, group: int) -> tuple[int, int]:
-    """(block_n, tiles) that cover a row with the fewest idle lanes, then the fewest tiles; at most 8 tiles."""
-    widest = max(triton.next_power_of_2(hidden_size), group)
-    candidates = []
-    block_n = widest
-    while block_n >= max(group, 32) and -(-hidden_size // block_n) <= 8:
-        tiles = -(-hidden_size // block_n)
-        candidates.append((tiles * block_n, tiles, block_n))
-        block_n //= 2
-    _, tiles, block_n = min(candidates)
-    return block_n, tiles
+def fit_power_of_two(hidden_size: int, least: int, most: int) -> int:
+    """The power of two in [least, most] whose multiple covers a row with the fewest idle lanes; the largest such."""
+    sizes = []
+    while most >= least:
+        sizes.append((-(-hidden_size // most) * most, -most))
+        most //= 2
+    return -min(sizes)[1]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tq.activation import QuantizedActivation
-from tq.kernels.device import Rows, load_rows, round_to
+from tq.kernels.device import Rows, load_rows, reciprocal, round_to
 from tq.kernels.producer import (
     Bound,
     Producer,
@@ -35,7 +35,8 @@ class Args(NamedTuple):
 def load_silu_mul(args, row, col, mask):
     dtype: tl.constexpr = args.gate.data.dtype.element_ty
     gate = load_rows(args.gate, row, col, mask)
-    activation = gate / (1.0 + tl.exp(-gate))
+    # exp2 and reciprocal rather than exp and a division: 6 instructions instead of 17.
+    activation = gate * reciprocal(1.0 + tl.exp2(gate * -1.4426950408889634))
     if args.ROUNDING == "activation_and_product":
         activation = round_to(activation, dtype)
     product = activation * load_rows(args.up, row, col, mask)
