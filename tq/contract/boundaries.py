@@ -64,10 +64,13 @@ _models: weakref.WeakKeyDictionary[torch.nn.Module, list[Boundary]] = weakref.We
 _disabled: str | None = None
 
 
-def report() -> Report:
-    """Boundaries of the models loaded in this process, with the reason for each that is not fused."""
-    boundaries = (replace(boundary) for found in _models.values() for boundary in found)
-    return Report(tuple(boundaries), _disabled)
+def report(model: torch.nn.Module | None = None) -> Report:
+    """Boundaries of `model`, or of all models loaded in this process, with the reason for each that is not fused.
+
+    vLLM's models live in its workers: ask there, with `llm.apply_model(tq.contract.report)`.
+    """
+    models = [model] if model is not None and model in _models else list(_models)
+    return Report(tuple(replace(boundary) for known in models for boundary in _models[known]), _disabled)
 
 
 @contextmanager

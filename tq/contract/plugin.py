@@ -53,7 +53,9 @@ def _after_loading(model: torch.nn.Module) -> None:
         boundaries.disable(f"pairing failed: {error}")
         vllm.logger.exception("tq: pairing failed, the model runs unfused")
         return
-    vllm.logger.info("tq %s: %s; ask why: tq.contract.report()", tq.__version__, boundaries.summary(found))
+    vllm.logger.info(
+        "tq %s: %s; ask why: llm.apply_model(tq.contract.report)", tq.__version__, boundaries.summary(found)
+    )
 
 
 @lru_cache(maxsize=1)
