@@ -1,0 +1,68 @@
+"""What is measured: every registered producer and scheme, over shapes of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from tq.kernels.launch import Prepared, prepare
+from tq.kernels.producer import PRODUCERS, Producer
+from tq.kernels.schemes import SCHEMES
+
+# Hidden sizes a norm reads and intermediate sizes an activation writes, and whose they are.
+NORM_SIZES = {576: "SmolLM2-135M", 4096: "Llama-3-8B", 5120: "Qwen3-14B", 8192: "Llama-3-70B"}
+ACTIVATION_SIZES = {1536: "SmolLM2-135M", 14336: "Llama-3-8B"}
+TOKENS = (1, 16, 64, 128, 1024, 8192)
+STATIC_SCALE = 0.02
+
+
+class Case(NamedTuple):
+    """One producer in one of its forms, one scheme, one shape. `left_out` are options of the example that are not given."""
+
+    producer: Producer
+    left_out: tuple[str, ...]
+    scheme: str
+    rows: int
+    hidden_size: int
+
+    @property
+    def name(self) -> str:
+        """rms_norm, rms_norm+residual, ..."""
+        given = [option for option in self.producer.optional if option not in self.left_out]
+        return "+".join([self.producer.name, *given])
+
+    def arguments(self, dtype: torch.dtype, device: Any) -> tuple[tuple, dict[str, Any]]:
+        """Fresh random arguments and options, the static scale included where the scheme needs one."""
+        arguments, options = self.producer.example(self.rows, self.hidden_size, dtype, device)  # type: ignore[misc]
+        options = {name: value for name, value in options.items() if name not in self.left_out}
+        if not SCHEMES[self.scheme].dynamic:
+            options["scale"] = torch.full((1,), STATIC_SCALE, device=device)
+        return arguments, options
+
+    def prepare(self, dtype: torch.dtype, device: Any) -> Prepared:
+        """The call with fresh arguments, checked and allocated."""
+        arguments, options = self.arguments(dtype, device)
+        return prepare(self.producer, arguments, self.scheme, options)
+
+
+def bytes_of(prepared: Prepared) -> int:
+    """Bytes a call must move: each input read once, each output written once."""
+    inputs = [*prepared.arguments, *(v for k, v in prepared.options.items() if k not in prepared.producer.mutates)]
+    outputs = [prepared.codes, prepared.scales, *prepared.bound.side_outputs]
+    tensors = [tensor for tensor in [*inputs, *outputs] if isinstance(tensor, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def cases(tokens: tuple[int, ...] = TOKENS) -> Iterator[Case]:
+    """Every registered producer, in each of its forms, with every scheme at every shape it divides."""
+    for producer in PRODUCERS.values():
+        sizes = ACTIVATION_SIZES if producer.name.endswith("_mul") else NORM_SIZES
+        for left_out in [producer.optional, ()] if producer.optional else [()]:
+            for scheme in SCHEMES.values():
+                for hidden_size in sizes:
+                    if scheme.group and hidden_size % scheme.group:
+                        continue
+                    for rows in tokens:
+                        yield Case(producer, left_out, scheme.name, rows, hidden_size)

@@ -1,0 +1,122 @@
+"""Measures tq beside its peers on this machine's GPU and writes the numbers as data.
+
+    python -m perf.sweep [--out perf/results/<gpu>/rows.json] [--peers tq,vllm,inductor] [--tokens 1,16,...]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import tq
+from perf.cases import TOKENS, Case, bytes_of, cases
+from perf.peers import PEERS
+from perf.timing import copies_of, device_time_us, launch_floor_us, measured_bandwidth
+
+
+def gpu_name() -> str:
+    """nvidia_h200, ... : the folder of a GPU's results."""
+    return torch.cuda.get_device_name().lower().replace(" ", "_")
+
+
+def provenance() -> dict[str, Any]:
+    """Where numbers come from: what a reader needs to repeat them."""
+    try:
+        from importlib.metadata import version
+
+        vllm: str | None = version("vllm")
+    except ImportError:
+        vllm = None
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": "python -m perf.sweep " + " ".join(arg for arg in sys.argv[1:] if not arg.startswith("/")),
+        "versions": {"tq": tq.__version__, "torch": torch.__version__, "triton": triton.__version__, "vllm": vllm},
+        "bandwidth_bytes_per_s": measured_bandwidth(),
+        "launch_floor_us": launch_floor_us(),
+        "method": "CUDA-graph replay, inputs rotated over 200 MB, median of 12 replays, bf16",
+    }
+
+
+def measure(case: Case, peers: list[str], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """One row of the data: microseconds of each peer, and how many codes and scales of vLLM's op differ from ours."""
+    first = case.prepare(dtype, "cuda")
+    moved = bytes_of(first)
+    prepared = [first, *(case.prepare(dtype, "cuda") for _ in range(copies_of(moved) - 1))]
+    row: dict[str, Any] = {
+        "producer": case.name,
+        "scheme": case.scheme,
+        "rows": case.rows,
+        "hidden_size": case.hidden_size,
+        "bytes": moved,
+    }
+    made: dict[str, Any] = {}
+    for name in peers:
+        made[name] = [PEERS[name](each) for each in prepared]
+        if made[name][0] is None:
+            row[name] = None
+            continue
+        time_us, spread = device_time_us([peer.call for peer in made[name]])
+        row[name], row[f"{name}_spread"] = round(time_us, 3), round(spread, 3)
+    if row.get("vllm"):
+        row.update(compare(case, dtype))
+    return row
+
+
+def compare(case: Case, dtype: torch.dtype) -> dict[str, int]:
+    """Codes, scales and residuals in which vLLM's op and tq differ on the same fresh input."""
+    prepared = case.prepare(dtype, "cuda")
+    ours, theirs = PEERS["tq"](prepared), PEERS["vllm"](prepared)
+    ours.call(), theirs.call()  # type: ignore[union-attr]
+    differing = {}
+    for name, a, b in zip(("codes", "scales", "residual"), ours.outputs(), theirs.outputs(), strict=True):  # type: ignore[union-attr]
+        if a is not None and b is not None:
+            differing[f"{name}_differ"] = int((a.view(b.shape) != b).sum())
+    return differing
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def main(
+    out: Path | None = None,
+    peers: str = ",".join(PEERS),
+    tokens: str = ",".join(map(str, TOKENS)),
+    part: str = "0/1",
+) -> None:
+    """Measures every producer and scheme beside the peers; `part` i/n takes every n-th case from the i-th on."""
+    chosen = peers.split(",")
+    offset, stride = map(int, part.split("/"))
+    todo = list(cases(tuple(map(int, tokens.split(",")))))[offset::stride]
+    console = Console()
+    torch._dynamo.config.cache_size_limit = 10_000
+    rows = [measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)]
+    path = out or Path("perf/results") / gpu_name() / "rows.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    head = json.dumps(provenance(), indent=1)[:-2]
+    path.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+    table = Table("producer", "scheme", *(f"geomean over {peer}" for peer in chosen if peer != "tq"), "worst", "at")
+    for name, scheme in dict.fromkeys((row["producer"], row["scheme"]) for row in rows):
+        group = [row for row in rows if (row["producer"], row["scheme"]) == (name, scheme)]
+        ratios = {peer: [row[peer] / row["tq"] for row in group if row.get(peer)] for peer in chosen if peer != "tq"}
+        worst = min(((row[peer] / row["tq"], peer, row) for peer in ratios for row in group if row.get(peer)), key=lambda w: w[0])
+        place = f"{worst[1]} M={worst[2]['rows']} N={worst[2]['hidden_size']}"
+        table.add_row(name, scheme, *(f"{geometric_mean(r):.2f}" for r in ratios.values()), f"{worst[0]:.2f}", place)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
