@@ -67,3 +67,20 @@ def test_statistics():
     value, error = run_vllm.perplexity([-1.0, -2.0, -3.0])
     assert value == pytest.approx(math.exp(2)) and error == pytest.approx(math.exp(2) / math.sqrt(3))
     assert run_vllm.paired_difference([-1.5, -2.5], [-1.0, -2.0, -9.0]) == (0.5, 0.0)
+
+
+def test_observer_counts_a_flipped_code_and_a_flipped_residual_bit():
+    tq, torch = pytest.importorskip("tq"), pytest.importorskip("torch")
+    from tq.cli.vllm_worker import Observer
+
+    x, residual = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    args = (x, torch.ones(64, dtype=torch.bfloat16), 1e-5)
+    kwargs = {"scheme": "fp8_tensor", "scale": torch.tensor([0.01]), "residual": residual}
+    observer = Observer()
+    for flips in (0, 1):
+        with tq.use_reference():
+            activation, stream = tq.rms_norm(*args, **kwargs)
+        activation.data.view(torch.uint8)[0, 0] ^= flips
+        stream.view(torch.int16)[0, 0] ^= flips
+        observer("norm", "rms_norm", args, kwargs, (activation, stream))
+        assert observer.boundaries["norm"] == Boundary("rms_norm", 1 + flips, 256 * (1 + flips), flips, flips, 0, flips)
