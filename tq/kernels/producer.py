@@ -84,7 +84,8 @@ class Producer:
     bind: the host signature; checks the arguments (before any launch) and returns `Bound`. Its parameters are the
     parameters of the torch op. None: one tensor x. reference: (same arguments, precision=) -> `Reference`, the torch form,
     rounding where the kernel does. replaces: the vLLM op a scheme makes it equal to. mutates: parameters of `bind` that
-    are written where given. example: (rows, hidden size, dtype, device) -> (arguments, options) for tests and benchmarks.
+    are written where given. example: (rows, hidden size, dtype, device) -> (arguments, options) for tests and benchmarks;
+    optional: options in it that may be left out, so that both forms are measured.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Producer:
     replaces: Callable[[Scheme], Replaced] = replaces_nothing
     mutates: tuple[str, ...] = ()
     example: Callable[..., tuple[tuple, dict[str, Any]]] | None = None
+    optional: tuple[str, ...] = ()
     device: DeviceProducer = field(init=False)
 
     def __post_init__(self) -> None:

@@ -163,6 +163,7 @@ RMS_NORM = register_producer(
         replaces=replaces,
         mutates=("residual_out",),
         example=example,
+        optional=("residual",),
     )
 )
 
