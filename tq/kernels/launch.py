@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ def prepare(producer: Producer, arguments: tuple, scheme: str, options: dict[str
     given = {**stands_for.options, **given}
     bound = bind(producer, arguments, given)
     hidden_size = bound.shape[-1]
-    rows = bound.shape[:-1].numel()
+    rows = math.prod(bound.shape[:-1])  # Size.numel() would make a symbolic size a constant
     if found.group and hidden_size % found.group:
         raise ValueError(
             f"{op}: hidden size must be a multiple of {found.group} for {found.name}, got {hidden_size}; "
