@@ -159,7 +159,8 @@ def cut(prepared: Prepared, whole_row: bool) -> tuple[Tiling, int]:
 
 @lru_cache
 def tiling_of(hidden_size: int, config: tuning.RowConfig) -> Tiling:
-    values = hidden_size, config.block_m, config.block_n, config.tiles, config.tiles * config.block_n >= hidden_size
+    programs = triton.cdiv(hidden_size, config.tiles * config.block_n)
+    values = hidden_size, config.block_m, config.block_n, config.tiles, programs
     return Tiling(*map(tl.constexpr, values))
 
 
@@ -192,8 +193,7 @@ def launch(prepared: Prepared) -> None:
     tiling, num_warps = cut(prepared, needs_whole_row(prepared.producer, scheme))
     padded_rows = prepared.layout.padded_rows(prepared.rows)
     row_stride, group_stride = scales.stride() if scales is not None else (0, 0)
-    columns = tiling.TILES.value * tiling.BLOCK_N.value
-    grid = (triton.cdiv(padded_rows, tiling.BLOCK_M.value), triton.cdiv(prepared.hidden_size, columns))
+    grid = (triton.cdiv(padded_rows, tiling.BLOCK_M.value) * tiling.PROGRAMS.value,)
     quantize_rows_kernel[grid](
         prepared.codes,
         scales,

@@ -16,34 +16,41 @@ from tq.kernels.device import magnitude
 
 
 class Tiling(NamedTuple):
-    """How a call is cut. WHOLE_ROW: one program column, so TILES * BLOCK_N >= N; else programs share a row."""
+    """How [M, N] is cut: a program has TILES tiles, PROGRAMS programs share a row. Consecutive programs are neighbours in
+    memory; with PROGRAMS = 1 a program sees its rows entirely."""
 
     N: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     TILES: tl.constexpr
-    WHOLE_ROW: tl.constexpr
+    PROGRAMS: tl.constexpr
 
 
 @triton.jit
 def rows_of(tiling):
     """Rows of this program, int64 [BLOCK_M, 1]: a row times its stride leaves 32 bits."""
-    return (tl.program_id(0).to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
+    block = tl.program_id(0) // tiling.PROGRAMS
+    return (block.to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
+
+
+@triton.jit
+def first_of(t: tl.constexpr, unit: tl.constexpr, tiling):
+    """Index of the first of the `unit`s (columns or groups in a tile) of tile t."""
+    if tiling.PROGRAMS == 1:
+        return t * unit
+    return (tl.program_id(0) % tiling.PROGRAMS) * (tiling.TILES * unit) + t * unit
 
 
 @triton.jit
 def columns_of(t: tl.constexpr, tiling):
     """Columns of tile t of this program, int32 [1, BLOCK_N]."""
-    col = t * tiling.BLOCK_N + tl.arange(0, tiling.BLOCK_N)[None, :]
-    if tiling.WHOLE_ROW:
-        return col
-    return col + tl.program_id(1) * (tiling.TILES * tiling.BLOCK_N)
+    return tl.arange(0, tiling.BLOCK_N)[None, :] + first_of(t, tiling.BLOCK_N, tiling)
 
 
 @triton.jit
 def inside(t: tl.constexpr, col, tiling):
     """Which columns of tile t exist, bool [1, BLOCK_N]; a constant where all do, so that no test is compiled."""
-    if tiling.WHOLE_ROW:
+    if tiling.PROGRAMS == 1:
         full: tl.constexpr = (t + 1) * tiling.BLOCK_N <= tiling.N
     else:
         full: tl.constexpr = tiling.N % (tiling.TILES * tiling.BLOCK_N) == 0
@@ -112,10 +119,7 @@ def scale_places(scales, row_stride, group_stride, row, t: tl.constexpr, scheme,
         group = tl.zeros([1, 1, 1], tl.int32)
     else:
         groups: tl.constexpr = tiling.BLOCK_N // scheme.GROUP
-        first = t * groups
-        if not tiling.WHOLE_ROW:
-            first += tl.program_id(1) * (tiling.TILES * groups)
-        group = (first + tl.arange(0, groups))[None, :, None]
+        group = (tl.arange(0, groups) + first_of(t, groups, tiling))[None, :, None]
     address = scales + row[:, :, None] * row_stride + group.to(tl.int64) * group_stride
     return address, group * scheme.GROUP < tiling.N
 
@@ -160,7 +164,7 @@ def check_rows_kernel(
 
     A code is wrong where it is not the one of y at the stored scale; a scale, where it is not the one fitted to y. The
     worst error is over elements inside the code's range, in units of the code's spacing there. Each token is summed by
-    one program in a fixed order, so two runs agree bit for bit. Needs WHOLE_ROW.
+    one program in a fixed order, so two runs agree bit for bit. Needs PROGRAMS = 1.
     """
     given = scheme.rule.load(inputs)
     row = rows_of(tiling)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tq.kernels.codes import E4M3, Code, DeviceCode
-from tq.kernels.device import divide, refined_reciprocal
+from tq.kernels.device import divide, exact_reciprocal
 from tq.kernels.layouts import COLUMN_MAJOR, ROW_MAJOR, TMA_ALIGNED, Layout
 from tq.kernels.target import Target
 
@@ -68,7 +68,7 @@ def fit_static(amax, given, MAX: tl.constexpr):
 @triton.jit
 def scaled_by_reciprocal(y, scale):
     """y * (1 / scale), the reciprocal rounded to fp32 first."""
-    return y * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return y * exact_reciprocal(scale)
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def fit_amax(amax, given, MAX: tl.constexpr):
 @triton.jit
 def scaled_by_division(y, scale):
     """y / scale, IEEE."""
-    return divide(y, scale, refined_reciprocal(scale))
+    return divide(y, scale, exact_reciprocal(scale))
 
 
 def reference_fit_static(amax: torch.Tensor, inputs: ScaleInputs, code_max: float) -> torch.Tensor:
@@ -110,14 +110,17 @@ def reference_scaled_by_division(y: torch.Tensor, scale: torch.Tensor) -> torch.
     return torch.where(y.isinf(), torch.nan, y / scale)
 
 
-STATIC = ScaleRule(
-    load_static,
-    fit_static,
-    scaled_by_reciprocal,
-    reference_fit_static,
-    lambda y, scale: y * scale.reciprocal(),
+def reference_scaled_by_reciprocal(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return y * (torch.ones_like(scale) / scale)
+
+
+# vLLM's static and group quantizers multiply by the reciprocal of the scale, its per-token quantizer divides; on a tie
+# of the code the two differ.
+STATIC = ScaleRule(load_static, fit_static, scaled_by_reciprocal, reference_fit_static, reference_scaled_by_reciprocal)
+AMAX_DIVIDING = ScaleRule(load_amax, fit_amax, scaled_by_division, reference_fit_amax, reference_scaled_by_division)
+AMAX_MULTIPLYING = ScaleRule(
+    load_amax, fit_amax, scaled_by_reciprocal, reference_fit_amax, reference_scaled_by_reciprocal
 )
-AMAX = ScaleRule(load_amax, fit_amax, scaled_by_division, reference_fit_amax, reference_scaled_by_division)
 
 
 class DeviceScheme(NamedTuple):
@@ -208,13 +211,13 @@ VLLM_MIN_SCALE = float(torch.tensor(1.0) / (448.0 * 512.0))
 VLLM_GROUP_MIN_SCALE = float(torch.tensor(1e-10) / 448.0)
 
 FP8_TENSOR = register_scheme(Scheme("fp8_tensor", E4M3, "tensor", STATIC))
-FP8_TOKEN = register_scheme(Scheme("fp8_token", E4M3, "token", AMAX, min_scale=VLLM_MIN_SCALE))
+FP8_TOKEN = register_scheme(Scheme("fp8_token", E4M3, "token", AMAX_DIVIDING, min_scale=VLLM_MIN_SCALE))
 FP8_GROUP128 = register_scheme(
     Scheme(
         "fp8_group128",
         E4M3,
         "group",
-        AMAX,
+        AMAX_MULTIPLYING,
         group=128,
         min_scale=VLLM_GROUP_MIN_SCALE,
         layouts=(ROW_MAJOR, COLUMN_MAJOR, TMA_ALIGNED),

@@ -57,26 +57,20 @@ def heuristic(hidden_size: int, group: int, whole_row: bool, itemsize: int) -> R
     one register layout. Found on an H200; see perf/notes.md.
     """
     if not whole_row:
-        # Programs share a row: as many columns as keep every lane busy, in one tile.
-        block_n = max(fit_power_of_two(hidden_size, 256, 1024), group)
-        return RowConfig(1, block_n, 1, max(block_n // 256, 1))
+        # Nothing is reduced over the row: 1024 elements a program, of one row or of several short ones.
+        block_n = max(widest_fit(hidden_size, 1024), group)
+        return RowConfig(max(1024 // block_n, 1), block_n, 1, max(block_n // 256, 4))
     num_warps = 1
     while num_warps < 16 and -(-hidden_size // (256 * num_warps)) > (5 if num_warps < 8 else 8):
         num_warps *= 2
-    widest = triton.next_power_of_2(hidden_size)
-    if group and widest == hidden_size and hidden_size >= 4096:
-        # Scales of a tile change their register layout when stored: one tile, one change.
-        return RowConfig(1, widest, 1, num_warps)
-    block_n = max(256 * num_warps, group)
-    if num_warps == 1:
-        block_n = max(fit_power_of_two(hidden_size, 128, 256), group)
+    block_n = 256 * num_warps if num_warps > 1 else widest_fit(hidden_size, 256)
+    block_n = max(block_n, group)
     return RowConfig(1, block_n, -(-hidden_size // block_n), num_warps)
 
 
-def fit_power_of_two(hidden_size: int, least: int, most: int) -> int:
-    """The power of two in [least, most] whose multiple covers a row with the fewest idle lanes; the largest such."""
-    sizes = []
-    while most >= least:
-        sizes.append((-(-hidden_size // most) * most, -most))
-        most //= 2
-    return -min(sizes)[1]
+def widest_fit(hidden_size: int, most: int) -> int:
+    """The largest power of two up to `most` that covers a row with at most an eighth of the lanes idle, or 32."""
+    block_n = most
+    while block_n > 32 and (-hidden_size % block_n) * 8 > hidden_size:
+        block_n //= 2
+    return block_n
