@@ -1,0 +1,35 @@
+"""Settings of every test: the interpreter where there is no GPU, seeds, and memory that shows what was not written."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+# Triton decides at import whether it interprets, so this comes before anything that imports it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+_empty = torch.empty
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test draws the same numbers, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN, and 0xAB in bytes, so that an output which no program wrote differs from the reference."""
+
+    def poisoned_empty(*sizes, **options):
+        tensor = _empty(*sizes, **options)
+        if torch.compiler.is_compiling() or tensor.device.type == "meta":
+            return tensor
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return tensor.fill_(float("nan"))
+        return tensor.fill_(0xAB) if tensor.dtype == torch.uint8 else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned_empty)

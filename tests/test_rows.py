@@ -1,0 +1,330 @@
+"""Every producer with every scheme over [M, N]: against the torch reference, float64, and itself cut another way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import triton
+from helpers import (
+    DEVICE,
+    FORMATS,
+    ORACLES,
+    SCHEME_LAYOUTS,
+    Case,
+    Result,
+    assert_codes,
+    assert_equal_results,
+    assert_matches,
+    assert_same_bits,
+    float32,
+    float64,
+    hidden_sizes,
+    in_nan_memory,
+    scaled_by_oracle,
+    truth,
+    unrounded,
+)
+
+import tq
+from tq.kernels import launch, tuning
+from tq.kernels.schemes import ScaleInputs
+
+PAIRS = [(producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
+every_pair = pytest.mark.parametrize(("producer", "scheme"), PAIRS)
+MUTATING = [(name, scheme) for name, scheme in PAIRS if tq.PRODUCERS[name].mutates]
+
+# name: rows, hidden size (of `hidden_sizes`), what is done to every tensor with a row per token.
+SHAPES = {
+    "aligned": (8, "aligned", None),
+    "ragged": (5, "ragged", None),
+    "one_row": (1, "ragged", None),
+    "one_group": (3, "one_group", None),
+    "strided": (5, "ragged", in_nan_memory),
+    "leading_dimensions": (6, "ragged", lambda rows: rows.view(2, 3, -1)),
+    "strided_leading_dimensions": (6, "aligned", lambda rows: in_nan_memory(rows).unflatten(0, (2, 3))),
+    "vector": (1, "ragged", lambda rows: rows[0]),
+    "empty": (0, "aligned", None),
+    "empty_leading_dimensions": (0, "aligned", lambda rows: rows.view(2, 0, rows.shape[-1])),
+}
+# dtype of the first argument, of the other arguments, of the tensor options (a residual).
+DTYPES = {
+    "bf16": (torch.bfloat16, None, None),
+    "fp16": (torch.float16, None, None),
+    "fp32": (torch.float32, None, None),
+    "fp32_weight": (torch.bfloat16, torch.float32, None),
+    "bf16_weight": (torch.float16, torch.bfloat16, None),
+    "fp32_residual": (torch.bfloat16, None, torch.float32),
+    # Without the options that may be left out.
+    "bf16_alone": (torch.bfloat16, None, None),
+}
+
+
+def make(producer: str, scheme: str, rows: int, size: str, dtypes: str = "bf16", **rest) -> Case:
+    found = tq.SCHEMES[scheme]
+    dtype, of_arguments, of_options = DTYPES[dtypes]
+    case = Case(tq.PRODUCERS[producer], found, rows, dict(hidden_sizes(found))[size], dtype, **rest)
+    if of_arguments:
+        case.arguments = (case.arguments[0], *(cast(value, of_arguments) for value in case.arguments[1:]))
+    if dtypes == "bf16_alone":
+        case.options = {name: value for name, value in case.options.items() if name not in case.producer.optional}
+    if of_options:
+        case.options = {name: cast(value, of_options) for name, value in case.options.items()}
+    return case
+
+
+def cast(value, dtype):
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+
+
+def has_mix(producer: str, dtypes: str) -> bool:
+    """Whether the producer has what the mix is about."""
+    arguments, options = tq.PRODUCERS[producer].example(1, 256, torch.bfloat16, DEVICE)
+    _, of_arguments, of_options = DTYPES[dtypes]
+    if dtypes == "bf16_alone":
+        return bool(tq.PRODUCERS[producer].optional)
+    others = [*(arguments[1:] if of_arguments else ()), *(options.values() if of_options else ())]
+    return not (of_arguments or of_options) or any(isinstance(value, torch.Tensor) for value in others)
+
+
+MIXES = [(producer, dtypes) for producer in tq.PRODUCERS for dtypes in DTYPES if has_mix(producer, dtypes)]
+
+
+@pytest.mark.parametrize(("scheme", "layout"), SCHEME_LAYOUTS)
+@pytest.mark.parametrize(("producer", "dtypes"), MIXES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_torch_reference(producer, scheme, layout, dtypes, shape):
+    rows, size, change = SHAPES[shape]
+    case = make(producer, scheme, rows, size, dtypes, layout=layout)
+    plain = Case(case.producer, case.scheme, rows, case.hidden_size, case.dtype, layout=layout)
+    plain.arguments, plain.options = case.arguments, case.options
+    if change is not None:
+        case.change_rows(change)
+    got, want = case.run(), plain.run_reference()
+    activation = got.activation
+    leading = tuple(case.arguments[0].shape[:-1])
+    assert activation.data.shape == activation.orig_shape == (*leading, case.hidden_size)
+    assert activation.data.is_contiguous() and activation.data.dtype == case.scheme.code.torch_dtype
+    assert (activation.orig_dtype, activation.scheme, activation.layout) == (case.dtype, scheme, layout)
+    for side in got.side_outputs:
+        assert side.shape == (*leading, case.hidden_size) and side.is_contiguous()
+    flat = dataclasses.replace(activation, data=activation.data.view(rows, case.hidden_size))
+    sides = [side.view(rows, case.hidden_size) for side in got.side_outputs]
+    assert_matches(case, Result(got.label, flat, sides), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ORACLES)
+def test_the_reference_quantizes_as_the_oracle(scheme, dtype):
+    """The torch form of every scheme, over values of many magnitudes and ties, against numpy."""
+    found, group = tq.SCHEMES[scheme], tq.SCHEMES[scheme].group or 128
+    y = torch.randn(64, 4 * group) * torch.exp2(torch.randint(-12, 12, (64, 4)).repeat_interleave(group, 1).float())
+    y[::3] = torch.round(y[::3] * 8) / 8
+    y = y.to(dtype).float().to(DEVICE)
+    scale = None if found.dynamic else torch.tensor([0.37], device=DEVICE)
+    codes, scales = found.reference(y, ScaleInputs(scale, None, found.min_scale))
+    expected, expected_scales = scaled_by_oracle(scheme, float32(y), scale=0.37)
+    assert_codes(found, codes, expected, expected_scales, f"reference of {scheme}")
+    assert (float32(scales) == expected_scales).all()
+
+
+@every_pair
+def test_the_reference_computes_its_formula(producer, scheme):
+    case = make(producer, scheme, 7, "ragged")
+    options = {**case.options, **unrounded(case.producer)}
+    got = float64(case.producer.reference(*case.arguments, **options).y)
+    want = truth(case.producer, case.arguments, case.options)
+    assert np.abs(got - want).max() <= 1e-6 * np.abs(want).max() and (np.abs(got - want) <= 4e-6 * np.abs(want)).all()
+
+
+@pytest.mark.parametrize("dtypes", ["bf16", "fp16", "fp32"])
+@every_pair
+def test_is_within_half_a_step_of_float64(producer, scheme, dtypes):
+    """|decode(code) * scale - y| <= half a spacing of the code at y / scale, with y in float64 rounded nowhere."""
+    case = make(producer, scheme, 16, "ragged", dtypes)
+    case.extra = unrounded(case.producer)
+    activation = case.run().activation
+    y, code = truth(case.producer, case.arguments, case.options), FORMATS[case.scheme.code.name]
+    groups = case.scheme.groups(case.hidden_size)
+    scale = np.broadcast_to(float64(activation.scale), (16, groups)).repeat(case.hidden_size // groups, 1)
+    decoded = code.decode(activation.data.view(torch.uint8).cpu().numpy()) * scale
+    # The largest element of a dynamic group may come to lie a rounding above the largest code.
+    spacing = code.spacing(np.minimum(np.abs(y) / scale, code.values()[-1])) * scale
+    assert (np.abs(y) / scale).max() <= code.values()[-1] * (1 + 1e-6)
+    bound = spacing / 2 + 1e-5 * np.abs(y)
+    assert (np.abs(decoded - y) <= bound).all(), f"{case}: {(np.abs(decoded - y) / spacing).max()} spacings"
+    assert_same_bits(activation.dequantize(torch.float32), torch.from_numpy(decoded).float().to(DEVICE))
+
+
+def tilings(case: Case) -> list[tuning.RowConfig]:
+    """Rows cut in one tile, in several, with a tile beyond the row, and over several programs where allowed."""
+    least = max(case.scheme.group, 32)
+    size = max(triton.next_power_of_2(case.hidden_size), least)
+    half, quarter = max(size // 2, least), max(size // 4, least)
+    tiles = -(-case.hidden_size // quarter)
+    found = [(1, size, 1, 4), (2, size, 1, 4), (8, half, 2, 4), (4, quarter, tiles, 4), (8, quarter, tiles + 1, 2)]
+    if not launch.needs_whole_row(case.producer, case.scheme):
+        found += [(4, least, 1, 1), (8, half, 1, 1), (4, least, 2, 1)]
+    return [tuning.RowConfig(*config) for config in found]
+
+
+@pytest.mark.parametrize(("scheme", "layout"), SCHEME_LAYOUTS)
+@pytest.mark.parametrize("producer", tq.PRODUCERS)
+def test_every_tiling_gives_the_same_bits(producer, scheme, layout):
+    """Of halves of small integers the sum of squares is exact, so its order cannot show."""
+    case = make(producer, scheme, 5, "ragged", layout=layout)
+
+    def halves(tensor):
+        return (torch.randint(-6, 7, tensor.shape, device=DEVICE) / 2).to(tensor.dtype)
+
+    case.change(halves, lambda value: isinstance(value, torch.Tensor))
+    want = case.run()
+    assert_matches(case, want, case.run_reference())
+    for config in tilings(case):
+        with tuning.force(config):
+            got = case.run()._replace(label=f"{case} with {config}")
+        if len(case.producer.moments) < 2:
+            assert_equal_results(got, want)
+        else:
+            assert_matches(case, got, want)
+
+
+@every_pair
+def test_a_row_is_the_same_in_every_batch(producer, scheme):
+    alone = make(producer, scheme, 1, "ragged")
+    want = alone.run()
+    for rows in (2, 17, 64):
+        for position in {0, rows // 2, rows - 1}:
+            batch = make(producer, scheme, rows, "ragged")
+            for value, row in zip(
+                [*batch.arguments, *batch.options.values()], [*alone.arguments, *alone.options.values()], strict=True
+            ):
+                if batch.is_rows(value):
+                    value[position] = row[0]
+                elif isinstance(value, torch.Tensor):
+                    value.copy_(row)
+            got = batch.run()
+            label = f"{batch}, row {position}"
+            assert_same_bits(got.codes[position], want.codes[0], label)
+            if batch.scheme.dynamic:
+                assert_same_bits(got.activation.scale[position], want.activation.scale[0], label)
+            for mine, theirs in zip(got.side_outputs, want.side_outputs, strict=True):
+                assert_same_bits(mine[position], theirs[0], label)
+
+
+@pytest.mark.parametrize(("producer", "scheme"), MUTATING)
+@pytest.mark.parametrize("rows", [1, 5, 17])
+def test_side_output_in_place(producer, scheme, rows):
+    """The tensor a side output is written to may be the one that is read."""
+    case = make(producer, scheme, rows, "ragged")
+    want = case.run()
+    for name in case.producer.mutates:
+        source = name.removesuffix("_out")
+        place = case.options[source] = case.options[source].clone()
+        case.options[name] = place
+    got = case.run()
+    assert_equal_results(got, want)
+    assert got.side_outputs[0] is place
+
+
+@pytest.mark.parametrize(("producer", "scheme"), MUTATING)
+def test_side_output_in_a_view_changes_its_view_alone(producer, scheme):
+    case = make(producer, scheme, 5, "ragged")
+    want, size = case.run(), case.hidden_size
+    memory = torch.randn(7, 3 * size, dtype=torch.float32, device=DEVICE).to(case.dtype)
+    before = memory.clone()
+    view = memory[1:6, size : 2 * size]
+    for name in case.producer.mutates:
+        case.options[name] = view
+    got = case.run()
+    assert_equal_results(got, want)
+    assert got.side_outputs[0] is view
+    memory[1:6, size : 2 * size] = before[1:6, size : 2 * size]
+    assert_same_bits(memory, before, f"{case}: around the view")
+
+
+@every_pair
+def test_inputs_are_left_alone(producer, scheme):
+    case = make(producer, scheme, 5, "ragged")
+    options = case.call_options()
+    given = [value for value in (*case.arguments, *options.values()) if isinstance(value, torch.Tensor)]
+    before = [value.clone() for value in given]
+    case.run()
+    for value, old in zip(given, before, strict=True):
+        assert_same_bits(value, old, str(case))
+
+
+@every_pair
+def test_an_empty_batch_launches_nothing(producer, scheme, monkeypatch):
+    monkeypatch.setattr(launch, "quantize_rows_kernel", None)
+    case = make(producer, scheme, 0, "aligned")
+    got = case.run()
+    assert got.codes.shape == (0, case.hidden_size)
+    assert all(side.shape == (0, case.hidden_size) for side in got.side_outputs)
+    if case.scheme.dynamic:
+        assert got.activation.scale.shape == (0, case.scheme.groups(case.hidden_size))
+    assert got.activation.dequantize().shape == (0, case.hidden_size)
+
+
+MODEL_SIZES = (32, 48, 1376, 2112, 2880, 5120, 6144, 7168, 12288)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hidden_size"),
+    [(name, size) for name, scheme in tq.SCHEMES.items() for size in MODEL_SIZES if not size % (scheme.group or 1)],
+)
+def test_hidden_sizes_of_models(scheme, hidden_size):
+    """Through the configuration that a GPU would get, and without what lies past the row."""
+    found = tq.SCHEMES[scheme]
+    producer = tq.PRODUCERS["rms_norm"]
+    case = Case(producer, found, 3, hidden_size).change_rows(in_nan_memory)
+    whole = launch.needs_whole_row(producer, found)
+    with tuning.force(tuning.heuristic(hidden_size, found.group, whole, 2)):
+        got = case.run()
+    assert_matches(case, got, case.run_reference())
+
+
+def test_heuristic_covers_every_row():
+    """Whatever the hidden size, a program that must see its row does, no tile is narrower than a group."""
+    for hidden_size in [1, 31, 32, 33, 128, 129, 1000, *range(128, 32769, 128)]:
+        for group in (0, 32, 128):
+            for whole in (True, False):
+                config = tuning.heuristic(hidden_size, group, whole, 2)
+                for value in (config.block_m, config.block_n, config.num_warps):
+                    assert value & (value - 1) == 0 and value > 0
+                assert config.block_n >= group and 1 <= config.num_warps <= 16
+                if whole:
+                    assert config.block_n * config.tiles >= hidden_size, (hidden_size, group, config)
+
+
+def test_dequantize_rounds_once():
+    x = torch.randn(4, 256, device=DEVICE).bfloat16()
+    activation = tq.quantize(x, scheme="fp8_token")
+    codes = FORMATS["e4m3"].decode(activation.data.view(torch.uint8).cpu().numpy())
+    want = torch.from_numpy((codes * float64(activation.scale)).astype(np.float32)).to(torch.bfloat16).to(DEVICE)
+    assert_same_bits(activation.dequantize(), want)
+    assert activation.dequantize(torch.float16).dtype == torch.float16
+
+
+def test_strides_that_no_launch_has_seen_are_not_mixed_up():
+    """The same shapes with another row stride, one call after the other."""
+    x = torch.randn(5, 3 * 256, device=DEVICE).bfloat16()
+    want = tq.quantize(x[:, 256:512].clone(), scheme="fp8_group128")
+    for view in (x[:, 256:512], x.clone()[:, 256:512], torch.cat([x, x], 1)[:, 256:512]):
+        got = tq.quantize(view, scheme="fp8_group128")
+        assert_same_bits(got.data, want.data)
+        assert_same_bits(got.scale, want.scale)
+
+
+def test_row_offsets_beyond_32_bits():
+    """Two rows further apart than 2^31 elements; the memory between them is asked for and never touched."""
+    stride, size = (1 << 31) + 8, 256
+    memory = torch.UntypedStorage(2 * (stride + size), device=DEVICE)
+    x = torch.empty(0, dtype=torch.bfloat16, device=DEVICE).set_(memory, 0, (2, size), (stride, 1))
+    x.copy_(torch.randn(2, size))
+    for scheme in ("fp8_token", "fp8_group128"):
+        got, want = tq.quantize(x, scheme=scheme), tq.quantize(x.contiguous(), scheme=scheme)
+        assert_same_bits(got.data, want.data)
+        assert_same_bits(got.scale, want.scale)
