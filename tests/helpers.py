@@ -16,7 +16,7 @@ import torch
 import tq
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-STATIC_SCALE = 0.0625 * 1.1  # no power of two, and large enough that the examples stay inside the code's range
+STATIC_SCALE = 0.0625 * 1.1  # no power of two; the examples stay inside the range of the code
 # Producers whose y has one right value in fp32. The order of a sum and the last bit of an exponential are free.
 EXACT_PRODUCERS = {"quantize"}
 FLT_MAX = np.finfo(np.float32).max

@@ -1,0 +1,221 @@
+"""The check finds what is planted, at its row, and nothing in what is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import DEVICE, FORMATS, SCHEME_LAYOUTS, Case, assert_same_bits, float64, in_nan_memory, truth, unrounded
+
+import tq
+from tq.kernels import check as check_module
+from tq.kernels.rows import REPORT
+
+ROWS = 7
+BAD = 4  # the row that faults are planted in
+PAIRS = [(producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
+every_pair = pytest.mark.parametrize(("producer", "scheme"), PAIRS)
+
+
+def make(producer: str, scheme: str, rows: int = ROWS, **options) -> Case:
+    found = tq.SCHEMES[scheme]
+    return Case(tq.PRODUCERS[producer], found, rows, 3 * found.group or 193, **options)
+
+
+def with_data(activation: tq.QuantizedActivation, codes: torch.Tensor) -> tq.QuantizedActivation:
+    return dataclasses.replace(activation, data=codes.view(activation.data.dtype))
+
+
+def faults(report: tq.CheckReport) -> dict[str, list[float]]:
+    """What each row has of every kind of fault."""
+    return {name: report.column(name).tolist() for name in ("wrong_codes", "wrong_scales", "nonfinite_scales")}
+
+
+def only_in(row: int, number: float) -> list[float]:
+    return [number if i == row else 0.0 for i in range(ROWS)]
+
+
+NOTHING = only_in(0, 0.0)
+
+
+@pytest.mark.parametrize(("scheme", "layout"), SCHEME_LAYOUTS)
+@pytest.mark.parametrize("producer", tq.PRODUCERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nothing_in_what_is_right(producer, scheme, layout, dtype):
+    case = make(producer, scheme, layout=layout, dtype=dtype)
+    activation = case.run().activation
+    for report in (case.check(), case.check(activation), case.change_rows(in_nan_memory).check(activation)):
+        assert report.ok and faults(report) == dict.fromkeys(faults(report), NOTHING)
+        # A code is at most half a spacing away; the quotient's rounding, and the decoded product's, come on top.
+        assert 0.4 < report.worst_ulps <= 0.5 + 1e-5 and report.column("worst_ulps").min() > 0.1
+        assert report.rows.shape == (ROWS, len(REPORT)) and report.snr_db > 25
+        # Under its own scale the largest element is the largest code, up to the rounding of the quotient.
+        assert report.saturated == 0
+
+
+@pytest.mark.parametrize("column", [0, 100, -1])
+@every_pair
+def test_one_flipped_code(producer, scheme, column):
+    case = make(producer, scheme)
+    activation = case.run().activation
+    codes = activation.data.view(torch.uint8).clone()
+    codes[BAD, column] ^= 0x01
+    report = case.check(with_data(activation, codes))
+    assert faults(report) == {"wrong_codes": only_in(BAD, 1.0), "wrong_scales": NOTHING, "nonfinite_scales": NOTHING}
+    assert not report.ok and (report.wrong_codes, report.wrong_scales) == (1, 0)
+    assert report.column("worst_ulps").argmax() == BAD and report.worst_ulps > 0.5
+
+
+@every_pair
+def test_a_flipped_sign_shows_in_the_error(producer, scheme):
+    case = make(producer, scheme)
+    activation = case.run().activation
+    codes = activation.data.view(torch.uint8).clone()
+    column = int((codes[BAD] & 0x7F).argmax())
+    before = case.check(activation)
+    codes[BAD, column] ^= 0x80
+    report = case.check(with_data(activation, codes))
+    assert report.column("wrong_codes").tolist() == only_in(BAD, 1.0)
+    assert report.worst_ulps > 8 and report.snr_db < before.snr_db - 1
+
+
+@pytest.mark.parametrize("group", [0, -1])
+@every_pair
+def test_a_doubled_scale(producer, scheme, group):
+    """Also the one that the caller gave: it is part of what the activation says."""
+    case = make(producer, scheme)
+    activation = case.run().activation
+    scale = activation.scale.clone()
+    place = (BAD, group) if case.scheme.dynamic else 0
+    scale[place] = scale[place] * 2.0
+    report = case.check(dataclasses.replace(activation, scale=scale))
+    assert not report.ok and report.nonfinite_scales == 0
+    if case.scheme.dynamic:
+        assert report.column("wrong_scales").tolist() == only_in(BAD, 1.0)
+        assert report.column("wrong_codes")[BAD] > 20 and report.wrong_codes == report.column("wrong_codes")[BAD]
+        assert report.column("worst_ulps").argmax() == BAD and report.worst_ulps > 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.0])
+@pytest.mark.parametrize(("producer", "scheme"), [pair for pair in PAIRS if tq.SCHEMES[pair[1]].dynamic])
+def test_a_scale_that_is_no_scale(producer, scheme, value):
+    case = make(producer, scheme)
+    activation = case.run().activation
+    scale = activation.scale.clone()
+    scale[BAD, -1] = value
+    report = case.check(dataclasses.replace(activation, scale=scale))
+    assert not report.ok and report.column("wrong_scales").tolist() == only_in(BAD, 1.0)
+    assert report.column("nonfinite_scales").tolist() == (NOTHING if value == 0.0 else only_in(BAD, 1.0))
+    good = [row for row in range(ROWS) if row != BAD]
+    assert_same_bits(report.rows[good], case.check(activation).rows[good])
+
+
+@every_pair
+def test_rows_that_no_program_wrote(producer, scheme):
+    """Poison, as of an output that was only allocated."""
+    case = make(producer, scheme)
+    activation = case.run().activation
+    codes = activation.data.view(torch.uint8).clone()
+    codes[BAD] = 0xAB
+    report = case.check(with_data(activation, codes))
+    assert report.column("wrong_codes")[BAD] > 150 and report.wrong_codes == report.column("wrong_codes")[BAD]
+
+
+@every_pair
+def test_is_deterministic(producer, scheme):
+    """Bit for bit, and a row's numbers do not depend on the others."""
+    case = make(producer, scheme)
+    first, again = case.check(), case.check()
+    assert_same_bits(first.rows, again.rows)
+    assert first.rows.isfinite().all()
+    for keep in (1, 3):
+        part = make(producer, scheme, keep)
+        part.arguments, part.options = case.arguments, case.options
+        part.change(lambda value, keep=keep: value[:keep], case.is_rows)
+        assert_same_bits(part.check().rows, first.rows[:keep])
+
+
+@every_pair
+def test_its_numbers_are_those_of_float64(producer, scheme):
+    case = make(producer, scheme)
+    case.extra = unrounded(case.producer)
+    activation, report = case.run().activation, case.check()
+    y, code = truth(case.producer, case.arguments, case.options), FORMATS[case.scheme.code.name]
+    groups = case.scheme.groups(case.hidden_size)
+    scale = np.broadcast_to(float64(activation.scale), (ROWS, groups)).repeat(case.hidden_size // groups, 1)
+    error = np.abs(code.decode(activation.data.view(torch.uint8).cpu().numpy()) * scale - y)
+    ulps = (error / (code.spacing(np.minimum(np.abs(y) / scale, code.values()[-1])) * scale)).max(1)
+    assert np.allclose(float64(report.column("worst_ulps")), ulps, atol=1e-4)
+    assert np.allclose(float64(report.column("signal")), (y * y).sum(1), rtol=1e-5)
+    assert np.allclose(float64(report.column("noise")), (error * error).sum(1), rtol=1e-4)
+    assert report.snr_db == pytest.approx(10 * math.log10((y * y).sum() / (error * error).sum()), abs=1e-3)
+
+
+def test_saturated_elements_are_counted_and_not_errors():
+    x = torch.ones(ROWS, 64, device=DEVICE)
+    x[BAD, :3] = torch.tensor([500.0, -1e6, 448.0])
+    report = tq.check("quantize", x, scheme="fp8_tensor", scale=torch.ones(1, device=DEVICE))
+    assert report.ok and report.saturated == 2 and report.column("saturated").tolist() == only_in(BAD, 2.0)
+    assert report.worst_ulps <= 0.5
+
+
+@pytest.mark.parametrize("scheme", tq.SCHEMES)
+def test_nan_is_right_where_it_is_a_nan(scheme):
+    case = make("quantize", scheme)
+    case.arguments[0][BAD, 9] = float("nan")
+    activation = case.run().activation
+    assert case.check(activation).ok
+    codes = activation.data.view(torch.uint8).clone()
+    codes[BAD, 9] = 0x7E
+    assert case.check(with_data(activation, codes)).column("wrong_codes").tolist() == only_in(BAD, 1.0)
+
+
+@pytest.mark.parametrize("scheme", tq.SCHEMES)
+def test_of_exact_values_there_is_no_noise(scheme):
+    """Powers of two under a scale of a power of two; the ratio is infinite, and of no rows too."""
+    x = torch.full((ROWS, 256), 448.0, device=DEVICE)
+    options = {} if tq.SCHEMES[scheme].dynamic else {"scale": torch.ones(1, device=DEVICE)}
+    report = tq.check("quantize", x, scheme=scheme, **options)
+    assert report.ok and report.worst_ulps == 0 and report.snr_db == math.inf
+    empty = tq.check("quantize", x[:0], scheme=scheme, **options)
+    assert empty.ok and empty.worst_ulps == 0 and empty.rows.shape == (0, len(REPORT))
+
+
+@every_pair
+def test_takes_the_producer_itself_and_its_options(producer, scheme):
+    case = make(producer, scheme)
+    options = case.call_options()
+    by_name = tq.check(producer, *case.arguments, scheme=scheme, **options)
+    assert_same_bits(case.check().rows, by_name.rows)
+    if "rounding" in unrounded(case.producer):
+        # The activation was rounded; taken as unrounded, some of its codes are wrong.
+        case = make(producer, scheme, rows=64, extra={"rounding": "none"})
+        rounded = {**case.call_options(), "rounding": "after_weight" if producer == "rms_norm" else "product"}
+        activation = case.producer(*case.arguments, scheme=scheme, **rounded)
+        activation = activation[0] if isinstance(activation, tuple) else activation
+        assert case.check(activation).wrong_codes > 0
+
+
+@every_pair
+def test_changes_nothing(producer, scheme):
+    case = make(producer, scheme)
+    activation = case.run().activation
+    given = [each for each in (*case.arguments, *case.call_options().values()) if isinstance(each, torch.Tensor)]
+    given += [activation.data.view(torch.uint8), activation.scale]
+    before = [each.clone() for each in given]
+    case.check(activation)
+    for mine, old in zip(given, before, strict=True):
+        assert_same_bits(mine, old)
+
+
+@pytest.mark.parametrize("producer", tq.PRODUCERS)
+def test_inside_use_reference_the_kernel_checks_the_reference(producer, monkeypatch):
+    case = make(producer, "fp8_token")
+    with tq.use_reference():
+        report = case.check()
+    assert report.wrong_codes <= 1 and report.column("nonfinite_scales").tolist() == NOTHING
+    monkeypatch.setattr(check_module, "run", lambda prepared: prepared.codes.zero_())
+    assert case.check().wrong_codes > 1000
