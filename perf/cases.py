@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 def bytes_of(prepared: Prepared) -> int:
     """Bytes a call must move: each input read once, each output written once."""
-    inputs = [*prepared.arguments, *(v for k, v in prepared.options.items() if k not in prepared.producer.mutates)]
+    inputs = [*prepared.arguments, *(v for k, v in prepared.options.items() if k not in prepared.plan.producer.mutates)]
     outputs = [prepared.codes, prepared.scales, *prepared.bound.side_outputs]
     tensors = [tensor for tensor in [*inputs, *outputs] if isinstance(tensor, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -21,7 +21,7 @@ class Peer(NamedTuple):
 def tq_peer(prepared: Prepared) -> Peer:
     """The kernel itself, into outputs that exist already."""
     residual = prepared.bound.side_outputs[0] if prepared.bound.side_outputs else None
-    codes = prepared.codes.view(prepared.rows, prepared.hidden_size)
+    codes = prepared.codes.view(prepared.plan.rows, prepared.plan.hidden_size)
     return Peer(lambda: run(prepared), lambda: (codes, prepared.scales, residual))
 
 
@@ -40,12 +40,12 @@ def vllm_library() -> Any | None:
 def vllm_peer(prepared: Prepared) -> Peer | None:
     """vLLM's CUDA op for this producer and scheme, its outputs allocated beforehand as in vLLM's graphs."""
     library = vllm_library()
-    scheme, x = prepared.scheme, prepared.arguments[0]
+    scheme, x = prepared.plan.scheme, prepared.arguments[0]
     if library is None or x.device.type != "cuda" or scheme.code.name != "e4m3" or scheme.group not in (0, 64, 128):
         return None
-    shape = (prepared.rows, prepared.hidden_size)
+    shape = (prepared.plan.rows, prepared.plan.hidden_size)
     out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((prepared.rows, scheme.groups(prepared.hidden_size)), device=x.device)
+    scales = torch.empty((prepared.plan.rows, scheme.groups(prepared.plan.hidden_size)), device=x.device)
     residual = prepared.options.get("residual")
     residual = None if residual is None else residual.clone()
     call = _vllm_call(library, prepared, out, scales, residual)
@@ -57,9 +57,9 @@ def vllm_peer(prepared: Prepared) -> Peer | None:
 def _vllm_call(
     c: Any, prepared: Prepared, out: torch.Tensor, scales: torch.Tensor, residual: torch.Tensor | None
 ) -> Callable[[], Any] | None:
-    scale, group, kind = prepared.inputs.scale, prepared.scheme.group, prepared.scheme.granularity
+    scale, group, kind = prepared.inputs.scale, prepared.plan.scheme.group, prepared.plan.scheme.granularity
     x, *rest = prepared.arguments
-    match prepared.producer.name, kind:
+    match prepared.plan.producer.name, kind:
         case "rms_norm", "tensor" if residual is None:
             return lambda: c.rms_norm_static_fp8_quant(out, x, rest[0], scale, rest[1])
         case "rms_norm", "tensor":
@@ -92,7 +92,7 @@ def _vllm_call(
 
 def inductor_peer(prepared: Prepared) -> Peer:
     """torch.compile of the producer's and the scheme's torch formulas, for static shapes."""
-    producer, scheme = prepared.producer, prepared.scheme
+    producer, scheme = prepared.plan.producer, prepared.plan.scheme
     options = {k: v for k, v in prepared.options.items() if k not in producer.mutates}
     limit = scheme.code.max
 

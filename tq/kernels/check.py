@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from tq.activation import QuantizedActivation
 from tq.kernels.launch import check_device, cut, prepare, run
@@ -91,26 +90,27 @@ def check(
         if options.get(name) is not None:
             raise ValueError(f"check: {name} must be None, got a tensor; the check changes nothing of yours")
     prepared = prepare(producer, arguments, scheme, options)
-    check_device("check", prepared.bound.device)
-    report = torch.empty(prepared.rows, len(REPORT), dtype=torch.float32, device=prepared.bound.device)
+    plan = prepared.plan
+    check_device("check", plan.device)
+    report = torch.empty(plan.rows, len(REPORT), dtype=torch.float32, device=plan.device)
     if activation is None:
         run(prepared)
         codes, scales = prepared.codes, prepared.scales
     else:
-        codes, scales = check_activation(activation, prepared.scheme.name, prepared.codes, prepared.scales)
-    if prepared.rows:
-        tiling, num_warps = cut(prepared, whole_row=True)
+        codes, scales = check_activation(activation, plan.scheme.name, prepared.codes, prepared.scales)
+    if plan.rows:
+        tiling, num_warps = cut(plan, whole_row=True)
         row_stride, group_stride = scales.stride() if scales is not None else (0, 0)
-        check_rows_kernel[(triton.cdiv(prepared.rows, tiling.BLOCK_M.value),)](
+        check_rows_kernel[(-(-plan.rows // tiling.BLOCK_M.value),)](
             codes,
             scales,
             row_stride,
             group_stride,
             report,
-            prepared.rows,
+            plan.rows,
             producer.device,
             prepared.bound.args,
-            prepared.scheme.device(target_of(prepared.bound.device)),
+            plan.scheme.device(target_of(plan.device)),
             prepared.inputs,
             tiling,
             num_warps=num_warps,

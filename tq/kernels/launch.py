@@ -1,4 +1,8 @@
-"""From a producer, a scheme and arguments to outputs: check, allocate, choose, launch. The only file that launches."""
+"""From a producer, a scheme and arguments to outputs: check, plan, allocate, launch. The only file that launches.
+
+A plan holds what a call needs besides its tensors. It depends on their description alone (dtype, shape, strides, device,
+alignment), so a call like an earlier one skips the checks and Triton's own search for the compiled kernel.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,23 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from tq.activation import QuantizedActivation
 from tq.kernels import tuning
 from tq.kernels.layouts import Layout
-from tq.kernels.producer import Bound, Producer, Replaced
+from tq.kernels.producer import Bound, Producer, Replaced, bind_checked, constant
 from tq.kernels.rows import Tiling, quantize_rows_kernel
-from tq.kernels.schemes import SMALLEST_MIN_SCALE, ScaleInputs, Scheme, find_scheme
+from tq.kernels.schemes import SMALLEST_MIN_SCALE, DeviceScheme, ScaleInputs, Scheme, find_scheme
 from tq.kernels.target import INTERPRETED, target_of
 
+MAX_PLANS = 8192  # one for each shape seen; a few hundred bytes each
+
+_plans: dict[tuple, Plan] = {}
 _reference = os.environ.get("TQ_REFERENCE", "0") == "1"
 
 
@@ -36,18 +42,42 @@ def use_reference() -> Iterator[None]:
         _reference = before
 
 
-class Prepared(NamedTuple):
-    """One call, checked and allocated, before its launch."""
+class Launch(NamedTuple):
+    """What a launch needs besides tensors; kernel is the compiled kernel, or the jit function where it is interpreted."""
+
+    kernel: Any
+    options: dict[str, Any]
+    grid: tuple[int, int, int]
+    padded_rows: int
+    scheme: DeviceScheme
+    tiling: Tiling
+
+
+@dataclass(eq=False)
+class Plan:
+    """One kind of call, checked. launch: found by the first launch."""
 
     producer: Producer
     scheme: Scheme
     layout: Layout
+    options: dict[str, Any]
+    min_scale: float
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    rows: int
+    hidden_size: int
+    launch: Launch | None = None
+
+
+class Prepared(NamedTuple):
+    """One call, checked and allocated, before its launch."""
+
+    plan: Plan
     bound: Bound
     inputs: ScaleInputs
     arguments: tuple
     options: dict[str, Any]
-    rows: int
-    hidden_size: int
     codes: torch.Tensor
     scales: torch.Tensor | None
 
@@ -58,30 +88,69 @@ def replaced(producer: Producer, scheme: Scheme) -> Replaced:
     return producer.replaces(scheme)
 
 
-def prepare(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Prepared:
-    """Checks everything and allocates the outputs; launches nothing. Also what the op's fake runs."""
+def describe(value: Any) -> Any:
+    """What a plan depends on in an argument."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16
+    return value
+
+
+def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Plan:
+    """Checks everything; allocates and launches nothing that lasts."""
     op = producer.name
     found = find_scheme(op, scheme)
     stands_for = replaced(producer, found)
     given = {name: value for name, value in options.items() if value is not None}
-    scale, scale_ub = given.pop("scale", None), given.pop("scale_ub", None)
+    scale, scale_ub, min_scale = given.pop("scale", None), given.pop("scale_ub", None), given.pop("min_scale", None)
     layout = find_layout(op, found, given.pop("layout", None))
-    min_scale = given.pop("min_scale", None)
-    given = {**stands_for.options, **given}
-    bound = bind(producer, arguments, given)
+    bound = bind(producer, arguments, {**stands_for.options, **given})
     hidden_size = bound.shape[-1]
-    rows = math.prod(bound.shape[:-1])  # Size.numel() would make a symbolic size a constant
     if found.group and hidden_size % found.group:
         raise ValueError(
             f"{op}: hidden size must be a multiple of {found.group} for {found.name}, got {hidden_size}; "
             f"pad the activation or take a scheme without groups"
         )
-    inputs = bind_scales(op, found, stands_for, scale, scale_ub, min_scale, bound.device)
-    codes = torch.empty(bound.shape, dtype=torch.uint8, device=bound.device)
-    scales = layout.allocate(rows, found.groups(hidden_size), bound.device) if found.dynamic else None
-    return Prepared(
-        producer, found, layout, bound, inputs, arguments, given, rows, hidden_size, codes, scales
+    least = check_scales(op, found, stands_for, scale, scale_ub, min_scale, bound.device)
+    constants = {**stands_for.options, **{k: v for k, v in given.items() if not isinstance(v, torch.Tensor)}}
+    rows = math.prod(bound.shape[:-1])  # Size.numel() would make a symbolic size a constant
+    return Plan(producer, found, layout, constants, least, bound.dtype, bound.device, bound.shape, rows, hidden_size)
+
+
+def fill(plan: Plan, arguments: tuple, options: dict[str, Any]) -> Prepared:
+    """The call that `plan` describes, with these tensors and new outputs."""
+    scale, scale_ub = options.get("scale"), options.get("scale_ub")
+    given = {k: v for k, v in options.items() if isinstance(v, torch.Tensor) and k not in ("scale", "scale_ub")}
+    given = {**plan.options, **given}
+    bound = bind_checked(plan.producer, arguments, given)
+    codes = torch.empty(plan.shape, dtype=torch.uint8, device=plan.device)
+    scales = None
+    if plan.scheme.dynamic:
+        scales = plan.layout.allocate(plan.rows, plan.scheme.groups(plan.hidden_size), plan.device)
+    return Prepared(plan, bound, ScaleInputs(scale, scale_ub, plan.min_scale), arguments, given, codes, scales)
+
+
+def prepare(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Prepared:
+    """A call, checked and allocated. Launches nothing: it is also what the op's fake runs."""
+    return fill(make_plan(producer, arguments, scheme, options), arguments, options)
+
+
+def prepare_again(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Prepared:
+    """As `prepare`, with the plan of an earlier call of the same description if there was one."""
+    key = (
+        producer,
+        scheme,
+        tuning.forced(),
+        *map(describe, arguments),
+        *options,
+        *map(describe, options.values()),
     )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(producer, arguments, scheme, options)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return fill(plan, arguments, options)
 
 
 def bind(producer: Producer, arguments: tuple, options: dict[str, Any]) -> Bound:
@@ -105,7 +174,7 @@ def find_layout(op: str, scheme: Scheme, name: str | None) -> Layout:
     raise ValueError(f"{op}: layout of {scheme.name} must be one of {known}; got {name!r}")
 
 
-def bind_scales(
+def check_scales(
     op: str,
     scheme: Scheme,
     stands_for: Replaced,
@@ -113,24 +182,24 @@ def bind_scales(
     scale_ub: torch.Tensor | None,
     min_scale: float | None,
     device: torch.device,
-) -> ScaleInputs:
-    """What the scale rule reads, checked: a static scheme needs `scale`, a dynamic one takes the other two."""
+) -> float:
+    """The least scale. Raises unless a static scheme has `scale`, and a dynamic one only what bounds its scales."""
     if not scheme.dynamic:
         if scale is None:
             raise ValueError(f"{op}: scale must be given for {scheme.name}, got None; pass a one-element fp32 tensor")
         if scale_ub is not None or min_scale is not None:
             raise ValueError(f"{op}: scale_ub and min_scale must be None for {scheme.name}, whose scale is given")
         check_scalar(op, "scale", scale, device)
-        return ScaleInputs(scale, None, 0.0)
+        return 0.0
     if scale is not None:
         raise ValueError(f"{op}: scale must be None for {scheme.name}, got a tensor; its scales are computed")
     if scale_ub is not None:
         check_scalar(op, "scale_ub", scale_ub, device)
     if min_scale is None:
-        min_scale = scheme.min_scale if stands_for.min_scale is None else stands_for.min_scale
-    elif not min_scale >= SMALLEST_MIN_SCALE:
+        return scheme.min_scale if stands_for.min_scale is None else stands_for.min_scale
+    if not min_scale >= SMALLEST_MIN_SCALE:
         raise ValueError(f"{op}: min_scale must be at least {SMALLEST_MIN_SCALE}, got {min_scale}")
-    return ScaleInputs(None, scale_ub, min_scale)
+    return min_scale
 
 
 def check_scalar(op: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -149,19 +218,16 @@ def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
     return bool(producer.moments) or scheme.granularity == "token"
 
 
-def cut(prepared: Prepared, whole_row: bool) -> tuple[Tiling, int]:
+def cut(plan: Plan, whole_row: bool) -> tuple[Tiling, int]:
     """The tiling of a call, and its warps."""
-    config = tuning.choose(
-        prepared.rows, prepared.hidden_size, prepared.scheme.group, whole_row, prepared.bound.dtype.itemsize
-    )
-    return tiling_of(prepared.hidden_size, config), config.num_warps
+    config = tuning.choose(plan.rows, plan.hidden_size, plan.scheme.group, whole_row, plan.dtype.itemsize)
+    return tiling_of(plan.hidden_size, config), config.num_warps
 
 
 @lru_cache
 def tiling_of(hidden_size: int, config: tuning.RowConfig) -> Tiling:
-    programs = triton.cdiv(hidden_size, config.tiles * config.block_n)
-    values = hidden_size, config.block_m, config.block_n, config.tiles, programs
-    return Tiling(*map(tl.constexpr, values))
+    programs = -(-hidden_size // (config.tiles * config.block_n))
+    return Tiling(*map(constant, (hidden_size, config.block_m, config.block_n, config.tiles, programs)))
 
 
 def check_device(op: str, device: torch.device) -> None:
@@ -176,46 +242,57 @@ def check_device(op: str, device: torch.device) -> None:
 
 def run(prepared: Prepared) -> None:
     """Fills the outputs: one kernel, or the torch reference inside `use_reference`."""
-    if prepared.rows == 0:
+    plan = prepared.plan
+    if plan.rows == 0:
         return
     if _reference:
         return run_reference(prepared)
-    device = prepared.bound.device
-    check_device(prepared.producer.name, device)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+    check_device(plan.producer.name, plan.device)
+    if plan.device.type == "cuda" and plan.device.index != torch.cuda.current_device():
+        with torch.cuda.device(plan.device):
             return launch(prepared)
     return launch(prepared)
 
 
 def launch(prepared: Prepared) -> None:
-    scheme, scales = prepared.scheme, prepared.scales
-    tiling, num_warps = cut(prepared, needs_whole_row(prepared.producer, scheme))
-    padded_rows = prepared.layout.padded_rows(prepared.rows)
+    plan, scales = prepared.plan, prepared.scales
+    found = plan.launch or find_launch(plan)
     row_stride, group_stride = scales.stride() if scales is not None else (0, 0)
-    grid = (triton.cdiv(padded_rows, tiling.BLOCK_M.value) * tiling.PROGRAMS.value,)
-    quantize_rows_kernel[grid](
+    compiled = found.kernel[found.grid](
         prepared.codes,
         scales,
         row_stride,
         group_stride,
-        prepared.rows,
-        padded_rows,
-        prepared.producer.device,
+        plan.rows,
+        found.padded_rows,
+        plan.producer.device,
         prepared.bound.args,
-        scheme.device(target_of(prepared.bound.device)),
+        found.scheme,
         prepared.inputs,
-        tiling,
-        num_warps=num_warps,
-        enable_fp_fusion=False,
+        found.tiling,
+        **found.options,
     )
+    if plan.launch is None:
+        # A compiled kernel takes the same arguments without looking at them again.
+        plan.launch = found if compiled is None else found._replace(kernel=compiled, options={})
+
+
+def find_launch(plan: Plan) -> Launch:
+    """The launch of a plan, by way of Triton's search for the compiled kernel."""
+    tiling, num_warps = cut(plan, needs_whole_row(plan.producer, plan.scheme))
+    padded_rows = plan.layout.padded_rows(plan.rows)
+    grid = (-(-padded_rows // tiling.BLOCK_M.value) * tiling.PROGRAMS.value, 1, 1)
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    scheme = plan.scheme.device(target_of(plan.device))
+    return Launch(quantize_rows_kernel, options, grid, padded_rows, scheme, tiling)
 
 
 def run_reference(prepared: Prepared) -> None:
     """The outputs by torch alone."""
-    options = {k: v for k, v in prepared.options.items() if k not in prepared.producer.mutates}
-    made = prepared.producer.reference(*prepared.arguments, **options)
-    codes, scales = prepared.scheme.reference(made.y, prepared.inputs)
+    plan = prepared.plan
+    options = {k: v for k, v in prepared.options.items() if k not in plan.producer.mutates}
+    made = plan.producer.reference(*prepared.arguments, **options)
+    codes, scales = plan.scheme.reference(made.y, prepared.inputs)
     prepared.codes.view(codes.shape).copy_(codes)
     if prepared.scales is not None:
         prepared.scales.copy_(scales)
@@ -238,13 +315,16 @@ def call(producer: Producer, arguments: tuple, scheme: str, options: dict[str, A
         from tq.kernels.ops import call_op
 
         outputs = call_op(producer, arguments, scheme, options)
-    else:
-        prepared = prepare(producer, arguments, scheme, options)
-        run(prepared)
-        outputs = [prepared.codes, *prepared.bound.side_outputs]
-        if prepared.scales is not None:
-            outputs.insert(1, prepared.scales)
-    return assemble(arguments[0].dtype, find_scheme(producer.name, scheme), outputs, options)
+        return assemble(arguments[0].dtype, find_scheme(producer.name, scheme), outputs, options)
+    prepared = prepare_again(producer, arguments, scheme, options)
+    run(prepared)
+    return assemble(prepared.plan.dtype, prepared.plan.scheme, outputs_of(prepared), options)
+
+
+def outputs_of(prepared: Prepared) -> list[torch.Tensor]:
+    """Codes, scales if the scheme computes them, side outputs."""
+    scales = [] if prepared.scales is None else [prepared.scales]
+    return [prepared.codes, *scales, *prepared.bound.side_outputs]
 
 
 def assemble(dtype: torch.dtype, scheme: Scheme, outputs: list[torch.Tensor], options: dict[str, Any]) -> Any:

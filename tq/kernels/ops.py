@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tq.kernels.launch import Prepared, prepare, run
+from tq.kernels.launch import Prepared, outputs_of, prepare, prepare_again, run
 from tq.kernels.producer import Producer
 
 COMMON = "str scheme, Tensor? scale=None, Tensor? scale_ub=None, str? layout=None, float? min_scale=None"
@@ -45,17 +45,11 @@ def schema_of(producer: Producer, mutated: tuple[str, ...]) -> str:
     return f"({', '.join(positional)}, *, {', '.join([*keyword, COMMON])})"
 
 
-def outputs_of(prepared: Prepared) -> list[torch.Tensor]:
-    """Codes, scales if the scheme computes them, side outputs."""
-    scales = [] if prepared.scales is None else [prepared.scales]
-    return [prepared.codes, *scales, *prepared.bound.side_outputs]
-
-
 def outputs_of_mutating(prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales; the side outputs are the caller's."""
     scales = prepared.scales
     if scales is None:
-        scales = torch.empty(0, dtype=torch.float32, device=prepared.bound.device)
+        scales = torch.empty(0, dtype=torch.float32, device=prepared.plan.device)
     return prepared.codes, scales
 
 
@@ -68,7 +62,7 @@ def register_op(producer: Producer) -> None:
         _library.define(f"{name}{schema_of(producer, mutated)} -> {returns}")
 
         def implementation(*arguments: Any, scheme: str, _collect: Any = collect, **options: Any) -> Any:
-            prepared = prepare(producer, arguments, scheme, options)
+            prepared = prepare_again(producer, arguments, scheme, options)
             run(prepared)
             return _collect(prepared)
 

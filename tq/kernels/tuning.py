@@ -38,6 +38,11 @@ def force(config: RowConfig) -> Iterator[None]:
         _forced = before
 
 
+def forced() -> RowConfig | None:
+    """The configuration of `force`, if one is in force."""
+    return _forced
+
+
 def choose(rows: int, hidden_size: int, group: int, whole_row: bool, itemsize: int) -> RowConfig:
     """The configuration of a call. `whole_row`: a program must see its rows entirely."""
     if _forced is not None:
@@ -61,7 +66,7 @@ def heuristic(hidden_size: int, group: int, whole_row: bool, itemsize: int) -> R
         block_n = max(widest_fit(hidden_size, 1024), group)
         return RowConfig(max(1024 // block_n, 1), block_n, 1, max(block_n // 256, 4))
     num_warps = 1
-    while num_warps < 16 and -(-hidden_size // (256 * num_warps)) > (5 if num_warps < 8 else 8):
+    while num_warps < 16 and -(-hidden_size // (256 * num_warps)) > {1: 5, 2: 5, 4: 7, 8: 8}[num_warps]:
         num_warps *= 2
     block_n = 256 * num_warps if num_warps > 1 else widest_fit(hidden_size, 256)
     block_n = max(block_n, group)

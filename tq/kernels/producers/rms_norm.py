@@ -19,6 +19,7 @@ from tq.kernels.producer import (
     check_choice,
     check_like,
     check_rows,
+    constant,
     register_producer,
     round_through,
 )
@@ -98,7 +99,7 @@ def bind(
     if residual is None:
         if residual_out is not None:
             raise ValueError(f"{op}: residual_out needs residual, got None; pass the residual to add")
-        args = Args(rows, weight, eps, None, None, tl.constexpr(rounding), tl.constexpr(False))
+        args = Args(rows, weight, eps, None, None, constant(rounding), constant(False))
         return Bound(args, x.shape, x.dtype, x.device)
     residual_rows = check_rows(op, "residual", residual, like=x)
     if residual_out is None:
@@ -106,7 +107,7 @@ def bind(
     elif residual_out.dtype != residual.dtype:
         raise TypeError(f"{op}: residual_out must be {residual.dtype} as residual is, got {residual_out.dtype}")
     out_rows = check_rows(op, "residual_out", residual_out, like=x)
-    args = Args(rows, weight, eps, residual_rows, out_rows, tl.constexpr(rounding), tl.constexpr(round_residual))
+    args = Args(rows, weight, eps, residual_rows, out_rows, constant(rounding), constant(round_residual))
     return Bound(args, x.shape, x.dtype, x.device, (residual_out,))
 
 

@@ -17,6 +17,7 @@ from tq.kernels.producer import (
     Replaced,
     check_choice,
     check_rows,
+    constant,
     register_producer,
     round_through,
 )
@@ -48,7 +49,7 @@ def bind(x: torch.Tensor, *, rounding: str = "activation_and_product") -> Bound:
     rows = check_rows("silu_mul", "x", x, parts=2)
     half = x.shape[-1] // 2
     gate, up = rows.data[:, :half], rows.data[:, half:]
-    args = Args(Rows(gate, rows.stride), Rows(up, rows.stride), tl.constexpr(rounding))
+    args = Args(Rows(gate, rows.stride), Rows(up, rows.stride), constant(rounding))
     return Bound(args, torch.Size((*x.shape[:-1], half)), x.dtype, x.device)
 
 
