@@ -1,0 +1,155 @@
+"""The template kernels compiled for GPUs that need not be there, in one process for all of a session's combinations.
+
+-m compile_all compiles every producer with every scheme, dtype and kernel for every target.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+import tq
+from tq.kernels.target import cuda_target
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+DTYPES = ("bfloat16", "float16", "float32")
+TESTS = Path(__file__).parent
+
+
+def combination(
+    target: str, producer: str, scheme: str, dtype="bfloat16", hidden_size=4096, check=False
+) -> dict[str, Any]:
+    return {
+        "target": target, "producer": producer, "scheme": scheme, "dtype": dtype, "hidden_size": hidden_size,
+        "check": check,
+    }  # fmt: skip
+
+
+def name_of(chosen: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in chosen.values() if value is not False)
+
+
+def spread() -> list[dict[str, Any]]:
+    """Every producer for every target, schemes and dtypes in turn, and one check for each."""
+    chosen = []
+    for i, target in enumerate(TARGETS):
+        for j, producer in enumerate(tq.PRODUCERS):
+            scheme = list(tq.SCHEMES)[(i + j) % len(tq.SCHEMES)]
+            chosen.append(combination(target, producer, scheme, DTYPES[(i + 2 * j) % 3]))
+        producer, scheme = list(tq.PRODUCERS)[i % len(tq.PRODUCERS)], list(tq.SCHEMES)[(2 * i) % len(tq.SCHEMES)]
+        chosen.append(combination(target, producer, scheme, check=True))
+    return chosen
+
+
+SPREAD = spread()
+# Every pair on sm_90, and rows of other lengths: no power of two, short, and so long that registers are scarce.
+HOPPER = [combination("sm_90", producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
+LENGTHS = [
+    combination("sm_90", "rms_norm", "fp8_token", hidden_size=576),
+    combination("sm_90", "silu_mul", "fp8_tensor", hidden_size=2880),
+    combination("sm_90", "rms_norm", "fp8_group128", hidden_size=7168),
+    combination("sm_90", "silu_mul", "fp8_token", hidden_size=16384),
+]
+ALL = [
+    combination(target, producer, scheme, dtype, 4096, check)
+    for target in TARGETS
+    for producer in tq.PRODUCERS
+    for scheme in tq.SCHEMES
+    for dtype in DTYPES
+    for check in (False, True)
+]
+
+
+def compile_all(chosen: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+    """What the worker says of each, by name."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    path = [str(TESTS.parent), environment.get("PYTHONPATH", "")]
+    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "compile_worker.py")],
+        input=json.dumps(chosen),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=3000,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    return {name_of(each): json.loads(line) for each, line in zip(chosen, lines, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Facts of the combinations of this session's selection."""
+    found = compile_all(SPREAD + HOPPER + LENGTHS, tmp_path_factory.mktemp("triton"))
+    return lambda chosen: found[name_of(chosen)]
+
+
+@pytest.fixture(scope="module")
+def everything_compiled(tmp_path_factory):
+    found = compile_all(ALL, tmp_path_factory.mktemp("triton"))
+    return lambda chosen: found[name_of(chosen)]
+
+
+def converts_natively(target: str) -> bool:
+    if not target.startswith("sm_"):
+        return False
+    return cuda_target(*divmod(int(target[3:]), 10)).native_e4m3
+
+
+def assert_conversions(chosen: dict[str, Any], facts: dict[str, Any]) -> None:
+    """It compiles, and the conversion instruction is where the target's rounds as E4M3 says, and nowhere else."""
+    assert "error" not in facts, facts["error"]
+    assert (facts["conversions"] > 0) == converts_natively(chosen["target"])
+
+
+@pytest.mark.parametrize("chosen", SPREAD, ids=name_of)
+def test_compiles_for_every_target(compiled, chosen):
+    assert_conversions(chosen, compiled(chosen))
+
+
+@pytest.mark.parametrize("chosen", HOPPER + LENGTHS, ids=name_of)
+def test_sm_90_moves_wide_words_and_spills_nothing(compiled, chosen):
+    facts = compiled(chosen)
+    assert_conversions(chosen, facts)
+    assert facts["spills"] == 0
+    # Besides the scale, one word of 4 bytes, every load is of 16 bytes or more, and no code is stored alone.
+    rows = [size for size in facts["loads"] if size != 4]
+    if chosen["hidden_size"] % 256 == 0:
+        assert rows and min(rows) >= 16, facts["loads"]
+        assert min(facts["stores"]) >= 4, facts["stores"]
+
+
+@pytest.mark.compile_all
+@pytest.mark.parametrize("chosen", ALL, ids=name_of)
+def test_everything_compiles(everything_compiled, chosen):
+    assert_conversions(chosen, everything_compiled(chosen))
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton_version", "native"),
+    [
+        ((7, 5), "3.9.0", False),
+        ((8, 0), "3.9.0", False),
+        ((8, 6), "3.9.0", False),
+        ((8, 9), "3.6.0", False),
+        ((8, 9), "3.8.1", False),
+        ((8, 9), "3.9.0", True),
+        ((9, 0), "3.6.0", True),
+        ((10, 0), "3.6.0", True),
+        ((12, 0), "3.9.0", True),
+    ],
+)
+def test_which_targets_round_once(capability, triton_version, native):
+    """Before 3.9 Triton goes through fp16 on sm_89."""
+    target = cuda_target(*capability, triton_version)
+    assert target.native_e4m3 == native and target.name == "sm_{}{}".format(*capability)
+    assert cuda_target(*capability) == cuda_target(*capability, triton.__version__)
