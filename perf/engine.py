@@ -2,8 +2,8 @@
 
     python -m perf.engine CHECKPOINT eager|compile [--out FILE] [--batch 1,64,256]
 
-Greedy, token ids in and out. Run it with TQ_DISABLE=1 for plain vLLM. In eager mode with tq, every fused boundary of one
-forward pass is compared with the CUDA ops that plain vLLM would have run on the same tensors.
+Greedy, token ids in and out. Run it with TQ_DISABLE=1 for plain vLLM. In eager mode with tq, every fused boundary of
+one forward pass is compared with the CUDA ops that plain vLLM would have run on the same tensors.
 """
 
 from __future__ import annotations

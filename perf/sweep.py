@@ -1,6 +1,6 @@
 """Measures tq beside its peers on this machine's GPU and writes the numbers as data.
 
-    python -m perf.sweep [--out perf/results/<gpu>/rows.json] [--peers tq,vllm,inductor] [--tokens 1,16,...]
+python -m perf.sweep [--out perf/results/<gpu>/rows.json] [--peers tq,vllm,inductor] [--tokens 1,16,...]
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rich.progress import track
 from rich.table import Table
 
 import tq
-from perf.cases import TOKENS, Case, bytes_of, cases
-from perf.peers import PEERS
-from perf.timing import copies_of, device_time_us, launch_floor_us, measured_bandwidth
+from tq.bench.cases import TOKENS, Case, bytes_of, cases
+from tq.bench.peers import PEERS
+from tq.bench.timing import copies_of, device_time_us, launch_floor_us, measured_bandwidth
 
 
 def gpu_name() -> str:
@@ -102,7 +102,9 @@ def main(
     todo = list(cases(tuple(map(int, tokens.split(",")))))[offset::stride]
     console = Console()
     torch._dynamo.config.cache_size_limit = 10_000
-    rows = [measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)]
+    rows = [
+        measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)
+    ]
     path = out or Path("perf/results") / gpu_name() / "rows.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
@@ -112,7 +114,10 @@ def main(
     for name, scheme in dict.fromkeys((row["producer"], row["scheme"]) for row in rows):
         group = [row for row in rows if (row["producer"], row["scheme"]) == (name, scheme)]
         ratios = {peer: [row[peer] / row["tq"] for row in group if row.get(peer)] for peer in chosen if peer != "tq"}
-        worst = min(((row[peer] / row["tq"], peer, row) for peer in ratios for row in group if row.get(peer)), key=lambda w: w[0])
+        worst = min(
+            ((row[peer] / row["tq"], peer, row) for peer in ratios for row in group if row.get(peer)),
+            key=lambda w: w[0],
+        )
         place = f"{worst[1]} M={worst[2]['rows']} N={worst[2]['hidden_size']}"
         table.add_row(name, scheme, *(f"{geometric_mean(r):.2f}" for r in ratios.values()), f"{worst[0]:.2f}", place)
     console.print(table)

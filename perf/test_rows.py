@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from perf.cases import Case, bytes_of, cases
-from perf.peers import PEERS
-from perf.timing import copies_of, device_time_us, measured_bandwidth
+from tq.bench.cases import Case, bytes_of, cases
+from tq.bench.peers import PEERS
+from tq.bench.timing import copies_of, device_time_us, measured_bandwidth
 
 ON_GPU = torch.cuda.is_available()
 CASES = list(cases() if ON_GPU else cases(tokens=(3,)))

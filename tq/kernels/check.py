@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
-from tq.kernels.launch import check_device, cut, prepare, run
+from tq.kernels.launch import check_device, cut, run
+from tq.kernels.plan import prepare
 from tq.kernels.producer import PRODUCERS, Producer
 from tq.kernels.rows import REPORT, check_rows_kernel
 from tq.kernels.target import target_of
@@ -34,7 +35,8 @@ class CheckReport:
 
     @property
     def worst_ulps(self) -> float:
-        """Largest |decode(code) * scale - y| in units of the code's spacing there, over elements in the code's range."""
+        """Largest |decode(code) * scale - y| in units of the code's spacing there, over elements in the code's
+        range."""
         return float(self.column("worst_ulps").max()) if len(self.rows) else 0.0
 
     @property
@@ -78,9 +80,9 @@ def check(
 ) -> CheckReport:
     """Compares decode(data) * scale with what the producer makes of `arguments`, recomputed on the device.
 
-    activation: what an earlier call with the same arguments returned; None runs the producer first. Arguments, options and
-    errors are those of the producer; give the residual as it was before a call that wrote it in place. The result is
-    deterministic, per token, and allocates one row of numbers for each.
+    activation: what an earlier call with the same arguments returned; None runs the producer first. Arguments, options
+    and errors are those of the producer; give the residual as it was before a call that wrote it in place. The result
+    is deterministic, per token, and allocates one row of numbers for each.
     """
     if isinstance(producer, str):
         if producer not in PRODUCERS:

@@ -64,7 +64,8 @@ def round_to(value, dtype: tl.constexpr):
 
 @triton.jit
 def reciprocal(value):
-    """1 / value within 4 units in the last place, for a positive value; 0 for infinity. Two instructions, a division ten."""
+    """1 / value within 4 units in the last place, for a positive value; 0 for infinity. Two instructions, a division
+    ten."""
     root = tl.rsqrt(value)
     return root * root
 
@@ -89,10 +90,10 @@ def exact_reciprocal(value):
 def divide(value, divisor, inverse):
     """value / divisor rounded once to fp32 (IEEE), given `inverse`, 1 / divisor rounded to fp32.
 
-    With q = RN(v*r), the remainder v - q*d is exact in an fma, and RN(q + r*(v - q*d)) is the correctly rounded quotient:
-    found equal to the IEEE division for every mantissa of bf16 and fp16 values with every fp32 mantissa of the divisor.
-    Holds while nothing leaves the normal range; scales are kept in [2^-80, FLT_MAX/448] for that. An infinite value gives
-    NaN. The interpreter's fma rounds twice, so it divides.
+    With q = RN(v*r), the remainder v - q*d is exact in an fma, and RN(q + r*(v - q*d)) is the correctly rounded
+    quotient: found equal to the IEEE division for every mantissa of bf16 and fp16 values with every fp32 mantissa of
+    the divisor. Holds while nothing leaves the normal range; scales are kept in [2^-80, FLT_MAX/448] for that. An
+    infinite value gives NaN. The interpreter's fma rounds twice, so it divides.
     """
     if INTERPRETED:
         quotient = tl.div_rn(value, tl.broadcast_to(divisor, value.shape))

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from tq.kernels.launch import Prepared, outputs_of, prepare, prepare_again, run
+from tq.kernels.launch import outputs_of, run
+from tq.kernels.plan import Prepared, prepare, prepare_again
 from tq.kernels.producer import Producer
 
 COMMON = "str scheme, Tensor? scale=None, Tensor? scale_ub=None, str? layout=None, float? min_scale=None"

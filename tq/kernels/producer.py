@@ -78,17 +78,17 @@ def bind_rows(op: str) -> Callable[..., Bound]:
 class Producer:
     """load, moments and apply are the device functions, in fp32 tiles [BLOCK_M, BLOCK_N]:
 
-    load(args, row, col, mask) -> loaded, a tile or a tuple of tiles: everything that is read, so that all reads of a row
-        are under way before anything is written;
-    moments[i](args, loaded, means, total) -> total + m, the sum so far and what this tile adds; the mean of m over the row is
-        appended to `means`;
-    apply(args, loaded, means, row, col, mask) -> y; side outputs are stored here.
+    load(args, row, col, mask) -> loaded, a tile or a tuple of tiles. Everything is read here, so that all reads of a
+    row are under way before anything is written.
+    moments[i](args, loaded, means, total) -> total + m, the sum so far and what this tile adds to it; the mean of m
+    over the row is appended to `means`.
+    apply(args, loaded, means, row, col, mask) -> y. Side outputs are stored here.
 
     bind: the host signature; checks the arguments (before any launch) and returns `Bound`. Its parameters are the
-    parameters of the torch op. None: one tensor x. reference: (same arguments, precision=) -> `Reference`, the torch form,
-    rounding where the kernel does. replaces: the vLLM op a scheme makes it equal to. mutates: parameters of `bind` that
-    are written where given. example: (rows, hidden size, dtype, device) -> (arguments, options) for tests and benchmarks;
-    optional: options in it that may be left out, so that both forms are measured.
+    parameters of the torch op. None: one tensor x. reference: (same arguments, precision=) -> `Reference`, the torch
+    form, rounding where the kernel does. replaces: the vLLM op a scheme makes it equal to. mutates: parameters of
+    `bind` that are written where given. example: (rows, hidden size, dtype, device) -> (arguments, options) for tests
+    and benchmarks; optional: options in it that may be left out, so that both forms are measured.
     """
 
     name: str
@@ -127,7 +127,8 @@ _trust = _Trust()
 
 
 def bind_checked(producer: Producer, arguments: tuple, options: dict[str, Any]) -> Bound:
-    """`producer.bind` of arguments whose like passed its checks before: the `check_` functions let everything through."""
+    """`producer.bind` of arguments whose like passed its checks before: the `check_` functions let everything
+    through."""
     _trust.on = True
     try:
         return producer.bind(*arguments, **options)  # type: ignore[misc]
@@ -208,7 +209,8 @@ PRODUCERS: dict[str, Producer] = {}
 
 
 def register_producer(producer: Producer) -> Producer:
-    """Adds a producer to `PRODUCERS` and registers its torch op `tq::<name>`. Raises ValueError where the name is taken."""
+    """Adds a producer to `PRODUCERS` and registers its torch op `tq::<name>`. Raises ValueError where the name is
+    taken."""
     from tq.kernels.ops import register_op
 
     if producer.name in PRODUCERS:

@@ -16,8 +16,8 @@ from tq.kernels.device import magnitude
 
 
 class Tiling(NamedTuple):
-    """How [M, N] is cut: a program has TILES tiles, PROGRAMS programs share a row. Consecutive programs are neighbours in
-    memory; with PROGRAMS = 1 a program sees its rows entirely."""
+    """How [M, N] is cut: a program has TILES tiles, PROGRAMS programs share a row. Consecutive programs are neighbours
+    in memory; with PROGRAMS = 1 a program sees its rows entirely."""
 
     N: tl.constexpr
     BLOCK_M: tl.constexpr
@@ -50,10 +50,8 @@ def columns_of(t: tl.constexpr, tiling):
 @triton.jit
 def inside(t: tl.constexpr, col, tiling):
     """Which columns of tile t exist, bool [1, BLOCK_N]; a constant where all do, so that no test is compiled."""
-    if tiling.PROGRAMS == 1:
-        full: tl.constexpr = (t + 1) * tiling.BLOCK_N <= tiling.N
-    else:
-        full: tl.constexpr = tiling.N % (tiling.TILES * tiling.BLOCK_N) == 0
+    columns: tl.constexpr = (t + 1) * tiling.BLOCK_N if tiling.PROGRAMS == 1 else tiling.TILES * tiling.BLOCK_N
+    full: tl.constexpr = columns <= tiling.N if tiling.PROGRAMS == 1 else tiling.N % columns == 0
     if full:
         return tl.full([1, tiling.BLOCK_N], True, tl.int1)
     return col < tiling.N
@@ -79,7 +77,9 @@ def produce(producer, args, row, M, tiling):
     for t in tl.static_range(tiling.TILES):
         col = columns_of(t, tiling)
         exists = inside(t, col, tiling)
-        produced = produced + (tl.where(exists, producer.apply(args, loaded[t], means, row, col, (row < M) & exists), 0.0),)
+        produced = produced + (
+            tl.where(exists, producer.apply(args, loaded[t], means, row, col, (row < M) & exists), 0.0),
+        )
     return produced
 
 

@@ -42,8 +42,8 @@ class ScaleRule:
     """How scales are made and applied, as jit functions and as torch.
 
     load(inputs) -> given: reads `ScaleInputs` first thing in a kernel, so that the latency overlaps that of the rows;
-    fit(amax, given, MAX) -> scale, for a tile of amax; scaled(y, scale) -> what is encoded. The `reference_` functions are
-    the torch form of the same arithmetic: (amax, ScaleInputs, MAX) -> scale and (y, scale) -> what is encoded.
+    fit(amax, given, MAX) -> scale, for a tile of amax; scaled(y, scale) -> what is encoded. The `reference_` functions
+    are the torch form of the same arithmetic: (amax, ScaleInputs, MAX) -> scale and (y, scale) -> what is encoded.
     """
 
     load: Any

@@ -33,7 +33,7 @@ def quantize(x: torch.Tensor, *, scheme: str, **options: Any) -> QuantizedActiva
 
     Shapes: x [..., N] bf16, fp16 or fp32, last stride 1; N at most 32768. Options and errors common to all producers
     are those of `tq.kernels.launch.call`. Source: equal to vLLM 0.33 `_C.static_scaled_fp8_quant` (fp8_tensor),
-    `_C.dynamic_per_token_scaled_fp8_quant` (fp8_token) and `_C.per_token_group_fp8_quant` (fp8_group128), except that NaN
-    keeps a NaN code and an infinite amax counts as FLT_MAX.
+    `_C.dynamic_per_token_scaled_fp8_quant` (fp8_token) and `_C.per_token_group_fp8_quant` (fp8_group128), except that
+    NaN keeps a NaN code and an infinite amax counts as FLT_MAX.
     """
     return QUANTIZE(x, scheme=scheme, **options)

@@ -184,11 +184,11 @@ def rms_norm(
     """y = z / sqrt(mean(z^2) + eps) * weight, z = x + residual; data = encode(y / scale), residual_out = z.
 
     Shapes: x, residual, residual_out [..., N], weight [N], each bf16, fp16 or fp32 of its own, last stride 1; N at most
-    32768. Returns the activation, and with `residual` a pair with the new residual: a new tensor, or residual_out, which
-    may be `residual` itself.
+    32768. Returns the activation, and with `residual` a pair with the new residual: a new tensor, or residual_out,
+    which may be `residual` itself.
     Rounding: "none" keeps fp32; "after_weight" rounds y to x's dtype; "before_and_after_weight" rounds the normalized
-    value and its product to the weight's dtype, then y to x's. round_residual: the norm is of z rounded as it is stored,
-    else of the fp32 sum. None is what the replaced op does. The mean is summed in fp32 in an order of its own.
+    value and its product to the weight's dtype, then y to x's. round_residual: the norm is of z rounded as it is
+    stored, else of the fp32 sum. None is what the replaced op does. The mean is summed in fp32 in an order of its own.
     Raises ValueError for eps <= 0 or shapes, strides or devices that do not fit; options and errors common to all
     producers are those of `tq.kernels.launch.call`.
     Source: vLLM 0.33 `_C.(fused_add_)rms_norm_static_fp8_quant` (fp8_tensor), `_C.rms_norm_dynamic_per_token_quant`

@@ -85,9 +85,10 @@ def silu_mul(x: torch.Tensor, *, scheme: str, rounding: str | None = None, **opt
     """y = gate / (1 + exp(-gate)) * up, with gate = x[..., :N] and up = x[..., N:]; data = encode(y / scale).
 
     Shapes: x [..., 2N] bf16, fp16 or fp32, last stride 1; data [..., N], N at most 32768.
-    Rounding: "none" keeps fp32, "product" rounds y to x's dtype, "activation_and_product" rounds silu(gate) too; None is
-    what the replaced op does. Options and errors common to all producers are those of `tq.kernels.launch.call`.
-    Source: vLLM 0.33 `_C.silu_and_mul_quant` (fp8_tensor), `_C.silu_and_mul` then `_C.dynamic_per_token_scaled_fp8_quant`
-    (fp8_token), `_C.silu_and_mul_per_block_quant` (fp8_group128); the exponential may differ in its last bits.
+    Rounding: "none" keeps fp32, "product" rounds y to x's dtype, "activation_and_product" rounds silu(gate) too; None
+    is what the replaced op does. Options and errors common to all producers are those of `tq.kernels.launch.call`.
+    Source: vLLM 0.33 `_C.silu_and_mul_quant` (fp8_tensor), `_C.silu_and_mul` then
+    `_C.dynamic_per_token_scaled_fp8_quant` (fp8_token), `_C.silu_and_mul_per_block_quant` (fp8_group128); the
+    exponential may differ in its last bits.
     """
     return SILU_MUL(x, scheme=scheme, rounding=rounding, **options)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tq.kernels.launch import Prepared, prepare
+from tq.kernels.plan import Prepared, prepare
 from tq.kernels.producer import PRODUCERS, Producer
 from tq.kernels.schemes import SCHEMES
 
@@ -19,7 +19,8 @@ STATIC_SCALE = 0.02
 
 
 class Case(NamedTuple):
-    """One producer in one of its forms, one scheme, one shape. `left_out` are options of the example that are not given."""
+    """One producer in one of its forms, one scheme, one shape. `left_out` are options of the example that are not
+    given."""
 
     producer: Producer
     left_out: tuple[str, ...]

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tq.kernels.launch import Prepared, run
+from tq.kernels.launch import run
+from tq.kernels.plan import Prepared
 
 
 class Peer(NamedTuple):

@@ -1,0 +1,28 @@
+"""`python -m tq`: check the kernels, run a real model through vLLM."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import typer
+
+from tq.cli.check import check
+from tq.cli.run_vllm import run_vllm
+
+
+def main() -> None:
+    """The command line."""
+    if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+        # The kernels will run interpreted, which triton decides when it is imported, and it is by now: start again.
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "tq", *sys.argv[1:]])
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.command()(check)
+    app.command("run-vllm")(run_vllm)
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measuring: cases over the registries, peers by name, device time."""
