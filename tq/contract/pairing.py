@@ -14,7 +14,7 @@ import torch
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
 from tq.contract.route import NO_KEY, RMS_NORM, SILU_MUL, Fusion, plan, route, state
-from tq.contract.scales import implementation
+from tq.contract.scales import attribute, implementation
 
 # SHA-256 (first 16 hex digits) of the source of forward methods whose data flow was read: the producer's output
 # reaches nothing but the consumer. The same in vLLM 0.32 and 0.33. A subclass with the same forward is covered; one
@@ -35,7 +35,8 @@ MLPS_CALLING_ACT = {
     "42d88f10393524ea",  # Qwen2MLP, Qwen3MLP
 }
 MLPS_CALLING_TABLE = {
-    "33cd5706cd8a0f90",  # LlamaMLP: calls maybe_fused_act_quant, which looks the producer up in a table
+    # LlamaMLP: calls maybe_fused_act_quant, which calls a module whose type is not in its table, as a routed one's.
+    "33cd5706cd8a0f90",
 }
 
 
@@ -101,8 +102,6 @@ def _pair(site: Site, prefix: str, parent: torch.nn.Module, module: Any, stand_a
     boundary.reason = reason
     if reason is not None:
         unpair(module)
-    elif site.fusion is SILU_MUL and forward_hash(parent) in MLPS_CALLING_TABLE:
-        consumer.tq_boundary = boundary
     else:
         _swap(site, parent, module, boundary)
     return boundary
@@ -139,7 +138,8 @@ def _source_hash(function: Any) -> str:
 
 def _resolve(parent: Any, path: tuple[str, ...]) -> Any:
     for name in path:
-        parent = getattr(parent, name, None)
+        if parent is not None:
+            parent = attribute(parent, name)
     return parent
 
 
@@ -180,8 +180,8 @@ def unpair(module: Any) -> None:
 
 
 def act_row(x: torch.Tensor, linear: Any) -> Any:
-    """Row of vLLM's table of fused activations; only called where `act_row_supports` holds."""
-    return route(SILU_MUL, None, x, None, linear, _no_plain_form, getattr(linear, "tq_boundary", None))
+    """Row of vLLM's table of fused activations, for acts that are not routed, where `act_row_supports` holds."""
+    return route(SILU_MUL, None, x, None, linear, _no_plain_form)
 
 
 def act_row_supports(act: Any, x: torch.Tensor, linear: Any) -> bool:

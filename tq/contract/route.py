@@ -12,11 +12,15 @@ import torch
 import tq
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
-from tq.contract.scales import InputQuantScales, get_input_quant_scales
+from tq.contract.scales import attribute, input_quant_scale
 
 DTYPES = (torch.bfloat16, torch.float16)
 STATIC_SCHEMES = ("fp8_tensor",)
 GROUP_SIZES = {"fp8_group128": 128}
+# Both are read once, when Triton and tq are imported.
+_RUNS_ON_CPU = any(
+    os.environ.get(name, "0").lower() in ("1", "true", "on", "yes") for name in ("TRITON_INTERPRET", "TQ_REFERENCE")
+)
 NO_KEY = "the consumer takes no quantized input"
 
 
@@ -37,6 +41,7 @@ class Adapter(Protocol):
     def is_rms_norm(self, module: Any) -> bool: ...
     def is_silu_mul(self, module: Any) -> bool: ...
     def norm_rounding(self, has_residual: bool) -> NormRounding | None: ...
+    def act_rounding(self) -> str: ...
     def wrap(self, activation: Any, key: Any) -> Any: ...
 
 
@@ -85,7 +90,7 @@ def plan(
         return adapter.refuses_all
     if linear is None:
         return "no consumer"
-    if getattr(linear, "input_is_parallel", True) is False:
+    if attribute(linear, "input_is_parallel") is False:
         return "the consumer splits its input, which must be a plain tensor"
     key = adapter.get_input_quant_key(linear)
     if key is None:
@@ -93,18 +98,21 @@ def plan(
     scheme = adapter.schemes.get(key)
     if scheme is None:
         return "no scheme for the consumer's input quantization key"
-    scales = get_input_quant_scales(linear)
-    if scheme in STATIC_SCHEMES and (scales.static_scale is None or scales.static_scale.dtype != torch.float32):
+    scale = input_quant_scale(linear, "static_scale" if scheme in STATIC_SCHEMES else "scale_ub")
+    if scheme in STATIC_SCHEMES and (scale is None or scale.dtype != torch.float32):
         return "the consumer has no single fp32 input scale"
     refusal = fusion.refusal(adapter, module, x)
     if refusal is None:
-        refusal = _device_refusal(linear) if x is None else _input_refusal(fusion, scheme, x)
+        refusal = _device_refusal(getattr(linear, "weight", None)) if x is None else _input_refusal(fusion, scheme, x)
     if refusal is not None:
         return refusal
-    rounding = fusion.rounding(adapter, residual is not None)
-    if rounding is None:
+    options = fusion.rounding(adapter, residual is not None)
+    if options is None:
         return "the plain module runs an implementation of unknown rounding"
-    return Plan(adapter, key, {**_scale_options(scheme, scales), **rounding})
+    options["scheme"] = scheme
+    if scale is not None:
+        options["scale" if scheme in STATIC_SCHEMES else "scale_ub"] = scale
+    return Plan(adapter, key, options)
 
 
 def route(
@@ -136,36 +144,16 @@ def _input_refusal(fusion: Fusion, scheme: str, x: Any) -> str | None:
         return "the input is neither bf16 nor fp16"
     if x.stride(-1) != 1:
         return "the input's last dimension is strided"
-    if x.shape[-1] // fusion.inputs_per_output % GROUP_SIZES.get(scheme, 1) != 0:
+    if scheme in GROUP_SIZES and x.shape[-1] // fusion.inputs_per_output % GROUP_SIZES[scheme] != 0:
         return "the row is not a multiple of the scale group"
     return _device_refusal(x)
 
 
-def _device_refusal(owner: Any) -> str | None:
-    """Why no kernel runs on the device of a tensor, or of a layer's weight."""
-    tensor = owner if isinstance(owner, torch.Tensor) else getattr(owner, "weight", None)
-    return _device_type_refusal(tensor.device.type) if isinstance(tensor, torch.Tensor) else None
-
-
-@torch.compiler.assume_constant_result
-def _device_type_refusal(device_type: str) -> str | None:
-    if device_type == "cuda":
-        return None
-    if device_type == "cpu" and (_switched_on("TRITON_INTERPRET") or _switched_on("TQ_REFERENCE")):
+def _device_refusal(tensor: Any) -> str | None:
+    """Why no kernel runs on the device of an input, or of a layer's weight."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_cuda or (tensor.is_cpu and _RUNS_ON_CPU):
         return None
     return "no kernels for this device (on a CPU, set TRITON_INTERPRET=1 or TQ_REFERENCE=1)"
-
-
-def _switched_on(name: str) -> bool:
-    return os.environ.get(name, "0").lower() in ("1", "true", "on", "yes")
-
-
-def _scale_options(scheme: str, scales: InputQuantScales) -> dict[str, Any]:
-    if scheme in STATIC_SCHEMES:
-        return {"scheme": scheme, "scale": scales.static_scale}
-    if scales.scale_ub is not None:
-        return {"scheme": scheme, "scale_ub": scales.scale_ub}
-    return {"scheme": scheme}
 
 
 def _rms_norm_refusal(adapter: Adapter, norm: Any, x: torch.Tensor | None) -> str | None:
@@ -173,7 +161,7 @@ def _rms_norm_refusal(adapter: Adapter, norm: Any, x: torch.Tensor | None) -> st
         return "not a plain RMSNorm"
     if getattr(norm, "variance_size_override", None) is not None:
         return "the variance is taken over a part of the row"
-    weight = getattr(norm, "weight", None)
+    weight = attribute(norm, "weight")
     if not getattr(norm, "has_weight", True) or not isinstance(weight, torch.Tensor):
         return "the norm has no weight"
     if weight.dtype not in DTYPES or (x is not None and weight.dtype != x.dtype):
@@ -194,7 +182,7 @@ def _rms_norm_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any] |
 def _rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
     # Out of place: the caller, and whoever observes, may still need the residual from before the addition.
     kwargs = options if residual is None else {**options, "residual": residual}
-    return tq.rms_norm, (x, norm.weight, norm.variance_epsilon), kwargs
+    return tq.rms_norm, (x, attribute(norm, "weight"), norm.variance_epsilon), kwargs
 
 
 def _silu_mul_refusal(adapter: Adapter, act: Any, x: torch.Tensor | None) -> str | None:
@@ -203,8 +191,7 @@ def _silu_mul_refusal(adapter: Adapter, act: Any, x: torch.Tensor | None) -> str
 
 
 def _silu_mul_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any]:
-    # bf16(bf16(silu(gate)) * up) is what both the native module and `_C.silu_and_mul` compute.
-    return {"rounding": "activation_and_product"}
+    return {"rounding": adapter.act_rounding()}
 
 
 def _silu_mul_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:

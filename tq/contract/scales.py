@@ -11,6 +11,8 @@ import torch
 # vLLM's own accessor, once a release has one; set by the adapter.
 own_accessor: Callable[[Any], Any] | None = None
 
+_MODULE_GETATTR = torch.nn.Module.__getattr__
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 _KERNEL_HOLDERS = ("scheme", "quant_method")
 _KERNEL_ATTRIBUTES = ("fp8_linear", "kernel", "ocp_mx_linear")
 
@@ -38,38 +40,54 @@ def get_input_quant_scales(linear: Any) -> InputQuantScales:
     has more than one element, is reported as `None`. Attribute names are those of the kernel behind the layer (vLLM
     `ScaledMMLinearKernel.layer_param_names`).
     """
-    if own_accessor is not None:
-        own = own_accessor(linear)
-        return InputQuantScales(
-            _one_element(own, "static_scale"), _one_element(own, "global_scale_inv"), _one_element(own, "scale_ub")
-        )
-    names = _parameter_names(linear)
     return InputQuantScales(
-        _one_element(linear, names[0]), _one_element(linear, "input_global_scale_inv"), _one_element(linear, names[1])
+        input_quant_scale(linear, "static_scale"),
+        input_quant_scale(linear, "global_scale_inv"),
+        input_quant_scale(linear, "scale_ub"),
     )
 
 
-def _one_element(owner: Any, name: str) -> torch.Tensor | None:
-    value = getattr(owner, name, None)
+def input_quant_scale(linear: Any, field: str) -> torch.Tensor | None:
+    """One field of `get_input_quant_scales(linear)`."""
+    owner, name = (linear, _parameter_name(linear, field)) if own_accessor is None else (own_accessor(linear), field)
+    value = attribute(owner, name)
     return value if isinstance(value, torch.Tensor) and value.numel() == 1 else None
+
+
+def attribute(owner: Any, name: str) -> Any:
+    """getattr(owner, name, None), cheaper on a `torch.nn.Module`: it searches in Python, and raises on a miss."""
+    members = owner.__dict__
+    if name in members:
+        return members[name]
+    if getattr(type(owner), "__getattr__", None) is not _MODULE_GETATTR:
+        return getattr(owner, name, None)
+    for table in _MODULE_TABLES:
+        if name in members[table]:
+            return members[table][name]
+    return getattr(owner, name) if hasattr(type(owner), name) else None
 
 
 def _kernel(linear: Any) -> Any:
     """The object that runs the layer's matrix product, or `None`."""
     for holder_name in _KERNEL_HOLDERS:
-        holder = getattr(linear, holder_name, None)
-        for attribute in _KERNEL_ATTRIBUTES:
-            kernel = getattr(holder, attribute, None)
-            if kernel is not None:
-                return kernel
+        holder = attribute(linear, holder_name)
+        if holder is not None:
+            for name in _KERNEL_ATTRIBUTES:
+                kernel = getattr(holder, name, None)
+                if kernel is not None:
+                    return kernel
     return None
 
 
-def _parameter_names(linear: Any) -> tuple[str, str]:
-    """(name of the static scale, name of the upper bound) on `linear`."""
+def _parameter_name(linear: Any, field: str) -> str:
+    """Name that a field of `InputQuantScales` has on `linear`."""
+    if field == "global_scale_inv":
+        return "input_global_scale_inv"
     names: Any = getattr(_kernel(linear), "layer_param_names", ())
     # (weight, weight scale, input scale, bound) are those of the FP8 kernels; others have other lists.
-    return (names[2], names[3]) if len(names) == 4 else ("input_scale", "input_scale_ub")
+    if len(names) == 4:
+        return names[2] if field == "static_scale" else names[3]
+    return "input_scale" if field == "static_scale" else "input_scale_ub"
 
 
 def implementation(linear: Any) -> str:

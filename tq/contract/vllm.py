@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,42 @@ def unsupported_version() -> str | None:
         return "vLLM is not installed"
     minor = ".".join(version.split(".")[:2])
     return None if minor in SUPPORTED else f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED)})"
+
+
+# vLLM runs RMSNorm through an operator with several implementations: its CUDA kernel in eager mode, the torch formula
+# on CPU and when Inductor compiles the model. The two round at different places, and a fused producer must give what
+# the unfused pair would have given in this process. The order is set once per worker, before models are loaded; other
+# conditions of the CUDA kernel (whole-row variance, equal dtypes) are those of the fused route already.
+_NORM_ROUNDING = {
+    "native": NormRounding("before_and_after_weight", False),
+    "vllm_c": NormRounding("after_weight", True),
+}
+
+# bf16(bf16(silu(gate)) * up) is what both the module's torch formula and `_C.silu_and_mul` compute.
+_ACT_ROUNDING = "activation_and_product"
+
+
+class Rounding(NamedTuple):
+    """Rounding policies of `tq.rms_norm` and `tq.silu_mul`, see there."""
+
+    norm: NormRounding
+    act: str
+
+
+# The torch formulas compiled by Inductor together with the quantization after them, by vLLM's device type. Inductor
+# may leave out a rounding between two operations that it fuses.
+INDUCTOR_ROUNDING = {
+    "cuda": Rounding(NormRounding("before_and_after_weight", False), "activation_and_product"),
+    "cpu": Rounding(NormRounding("before_and_after_weight", False), "activation_and_product"),
+}
+
+
+@torch.compiler.assume_constant_result
+def _norm_implementation(has_residual: bool) -> str:
+    from vllm import ir
+
+    order = (ir.ops.fused_add_rms_norm if has_residual else ir.ops.rms_norm).get_priority()
+    return order[0] if order else "native"
 
 
 class VllmAdapter:
@@ -56,6 +92,19 @@ class VllmAdapter:
         # Read once: a process does not change its mode, and reading the environment costs time in each forward.
         self.refuses_all = "batch-invariant mode uses its own kernels" if envs.VLLM_BATCH_INVARIANT else None
 
+        self._inductor: Rounding | None = None
+        self._act_is_native = False
+
+    def follow_compilation(self) -> None:
+        """Take the rounding of compiled code from the configuration of the model being loaded."""
+        from vllm.config import get_current_vllm_config_or_none
+        from vllm.platforms import current_platform
+
+        config = get_current_vllm_config_or_none()
+        inductor = config is not None and config.compilation_config.backend == "inductor"
+        self._inductor = INDUCTOR_ROUNDING.get(current_platform.device_type) if inductor else None
+        self._act_is_native = inductor and (current_platform.is_cpu() or not self._silu_mul.enabled())
+
     def is_rms_norm(self, module: Any) -> bool:
         # The exact class: subclasses and out-of-tree replacements may compute something else.
         return getattr(type(module), "tq_base", type(module)) is self._rms_norm
@@ -64,36 +113,32 @@ class VllmAdapter:
         return getattr(type(module), "tq_base", type(module)) is self._silu_mul
 
     def norm_rounding(self, has_residual: bool) -> NormRounding | None:
-        return _norm_rounding(has_residual)
+        implementation = _norm_implementation(has_residual)
+        if implementation == "native" and self._inductor is not None and torch.compiler.is_compiling():
+            return self._inductor.norm
+        return _NORM_ROUNDING.get(implementation)
+
+    def act_rounding(self) -> str:
+        if self._inductor is not None and self._act_is_native and torch.compiler.is_compiling():
+            return self._inductor.act
+        return _ACT_ROUNDING
 
     def wrap(self, activation: Any, key: Any) -> Any:
         data = activation.data
         return self._activation(data, activation.scale, activation.orig_dtype, data.shape, key)
 
 
-# vLLM runs RMSNorm through an operator with several implementations: its CUDA kernel in eager mode, the torch formula
-# on CPU and when Inductor compiles the model. The two round at different places, and a fused producer must give what
-# the unfused pair would have given in this process. The order is set once per worker, before models are loaded; other
-# conditions of the CUDA kernel (whole-row variance, equal dtypes) are those of the fused route already.
-_ROUNDING = {"native": NormRounding("before_and_after_weight", False), "vllm_c": NormRounding("after_weight", True)}
-
-
-@torch.compiler.assume_constant_result
-def _norm_rounding(has_residual: bool) -> NormRounding | None:
-    from vllm import ir
-
-    order = (ir.ops.fused_add_rms_norm if has_residual else ir.ops.rms_norm).get_priority()
-    return _ROUNDING.get(order[0] if order else "native")
-
-
 def load_adapter() -> None:
-    """Set the contract's adapter, and the rows of vLLM's fused-activation table. Does nothing when it is set."""
-    if state.adapter is not None or unsupported_version() is not None:
-        return
-    adapter = VllmAdapter()
-    state.adapter = adapter
-    if adapter.refuses_all is not None:
-        return
+    """Set the contract's adapter and the rows of vLLM's table, once; follow the current configuration."""
+    if state.adapter is None and unsupported_version() is None:
+        state.adapter = VllmAdapter()
+        if state.adapter.refuses_all is None:
+            _add_rows(state.adapter)
+    if isinstance(state.adapter, VllmAdapter):
+        state.adapter.follow_compilation()
+
+
+def _add_rows(adapter: VllmAdapter) -> None:
     from vllm.model_executor.layers.fusion import fused_act_quant
 
     from tq.contract.pairing import act_row, act_row_supports
