@@ -1,6 +1,6 @@
 """Runs a two-layer FP8 (static) Llama or Qwen3 in vLLM and writes what tq did to stdout as JSON.
 
-python tests/contract_engine.py [--compile] [--qwen3]
+python tests/contract_engine.py [--compile] [--qwen3] [--inductor-rounding NAME]
 """
 
 import json
@@ -22,7 +22,8 @@ os.environ["VLLM_DISABLED_KERNELS"] = "CPUFP8W8A8ScaledMMLinearKernel,CPUFp8PerT
 import torch
 
 from tq import contract
-from tq.contract import plugin
+from tq.contract import plugin, vllm
+from tq.contract.route import NormRounding
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 CONFIG = {
@@ -74,6 +75,9 @@ def order(codes):
 
 
 def main():
+    if "--inductor-rounding" in sys.argv:
+        name = sys.argv[sys.argv.index("--inductor-rounding") + 1]
+        vllm.INDUCTOR_ROUNDING["cpu"] = vllm.Rounding(NormRounding(name, False), name)
     contract.register()
     contract.register()
     from vllm import LLM, SamplingParams

@@ -70,6 +70,8 @@ class Adapter:
 
 
 class Norm(torch.nn.Module):
+    has_weight, variance_size_override = True, None
+
     def __init__(self, eps=1e-30):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
@@ -96,6 +98,8 @@ class Act(torch.nn.Module):
 
 class Linear(torch.nn.Module):
     """Quantizes its own input unless it gets an `Activation`; rejects one with another key."""
+
+    requires_unquantized_input = False
 
     def __init__(self, key=None, scale=None):
         super().__init__()
@@ -346,6 +350,63 @@ def test_scale_is_bound_at_the_call(layer):
     assert torch.equal(bits(norm(x).data), bits(e4m3(y, 0.125)))
     del linear.input_scale
     assert torch.equal(norm(x), y)
+
+
+SCALE_KEY = Key("static")
+CHANGES = {
+    "no key": (lambda linear, x: setattr(linear, "_input_quant_key", None), None),
+    "unknown key": (lambda linear, x: setattr(linear, "_input_quant_key", Key("nvfp4")), None),
+    "another key": (lambda linear, x: setattr(linear, "_input_quant_key", Key("token")), Key("token")),
+    "an equal key": (lambda linear, x: setattr(linear, "_input_quant_key", Key("static")), Key("static")),
+    "flag of LoRA": (lambda linear, x: setattr(linear, "requires_unquantized_input", True), None),
+    "split input": (lambda linear, x: setattr(linear, "input_is_parallel", False), None),
+    "scale of two elements": (lambda linear, x: setattr(linear.input_scale, "data", x[0, :2].float()), None),
+    "bf16 scale": (lambda linear, x: setattr(linear.input_scale, "data", x[0, :1]), None),
+    "fp32 input": (lambda linear, x: x.float(), None),
+    "strided input": (lambda linear, x: x.repeat_interleave(2, -1)[:, ::2], None),
+    "other rows": (lambda linear, x: x[:2], Key("static")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("producer", ["norm", "act"])
+def test_a_change_is_seen_by_the_next_call_and_undone_by_the_one_after(layer, change, producer):
+    pairing.pair_model(layer)
+    module, linear, x = {
+        "norm": (layer.input_layernorm, layer.self_attn.qkv_proj, signs()),
+        "act": (layer.mlp.act_fn, layer.mlp.down_proj, torch.cat([signs(), signs(seed=2)], -1)),
+    }[producer]
+    make, key = CHANGES[change]
+    assert module(x).quant_key == SCALE_KEY
+    scale, members = linear.input_scale.data, dict(linear.__dict__)
+    changed = make(linear, x)
+    out = module(x if changed is None else changed)
+    assert isinstance(out, torch.Tensor) if key is None else out.quant_key == key
+    linear.input_scale.data = scale
+    linear.__dict__.clear()
+    linear.__dict__.update(members)
+    assert module(x).quant_key == SCALE_KEY
+
+
+def test_an_attribute_is_found_as_getattr_finds_it():
+    class Delegating(torch.nn.Linear):
+        def __getattr__(self, name):
+            return 5 if name == "delegated" else super().__getattr__(name)
+
+    class Plain(torch.nn.Linear):
+        of_class = 3
+
+        @property
+        def computed(self):
+            return self.of_class + 1
+
+    for owner in (Plain(2, 2), Delegating(2, 2), type("Object", (), {"of_class": 1})()):
+        owner.of_instance = None
+        if isinstance(owner, torch.nn.Module):
+            owner.register_buffer("buffer", torch.ones(1))
+            owner.child = torch.nn.Identity()
+        for name in ("of_instance", "weight", "buffer", "child", "of_class", "computed", "delegated", "absent"):
+            assert scales.attribute(owner, name) is getattr(owner, name, None)
 
 
 def test_lora_added_after_pairing_gets_the_plain_activation(layer):

@@ -165,6 +165,54 @@ def test_act_through_vllms_table(config, adapter):
     assert torch.equal(maybe_fused_act_quant(act, x, linear), act(x))
 
 
+def roundings_in_graph(run, *args):
+    """rounding of each op of tq in the graph of `run`, by the name of the op."""
+    graphs = []
+
+    def keep_graph(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compile(run, fullgraph=True, backend=keep_graph)(*args)
+    nodes = [node for graph in graphs for node in graph.graph.nodes if "rounding" in node.kwargs]
+    return {str(node.target).split(".")[1]: node.kwargs["rounding"] for node in nodes}
+
+
+@pytest.mark.parametrize(
+    ("backend", "implementation", "custom_ops", "expected"),
+    [
+        ("inductor", "native", ["none"], {"rms_norm": "none", "silu_mul": "product"}),
+        ("inductor", "vllm_c", ["all"], {"rms_norm": "after_weight", "silu_mul": "activation_and_product"}),
+        ("eager", "native", ["none"], {"rms_norm": "before_and_after_weight", "silu_mul": "activation_and_product"}),
+    ],
+)
+def test_rounding_of_compiled_code(config, norm, adapter, monkeypatch, backend, implementation, custom_ops, expected):
+    from vllm import ir
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.platforms import current_platform
+
+    act = SiluAndMul(compile_native=False)
+    compilation = get_current_vllm_config().compilation_config
+    monkeypatch.setattr(compilation, "backend", backend)
+    monkeypatch.setattr(compilation, "custom_ops", custom_ops)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)  # where an enabled act is the torch formula too
+    monkeypatch.setattr(ir.ops.rms_norm, "get_priority", lambda: [implementation])
+    rounding = vllm.Rounding(NormRounding("none", False), "product")
+    monkeypatch.setattr(vllm, "INDUCTOR_ROUNDING", {"cuda": rounding, "cpu": rounding})
+    vllm.load_adapter()
+
+    def run(x, y, linear):
+        a = contract.rms_norm_input_quant(norm, x, None, linear).data.view(torch.uint8)
+        return a, contract.silu_mul_input_quant(act, y, linear).data.view(torch.uint8)
+
+    arguments = signs(), signs(n=2 * HIDDEN), consumer()
+    torch.compiler.reset()
+    assert roundings_in_graph(run, *arguments) == expected
+    monkeypatch.undo()
+    vllm.load_adapter()
+
+
 def test_lora_wrappers_hide_the_key(adapter):
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
@@ -261,7 +309,12 @@ def test_engine_runs_every_boundary_fused(tmp_path, family):
 
 
 @cpu_build
-def test_engine_compiled(tmp_path):
-    result, _ = run_engine(tmp_path, "--compile")
+def test_engine_compiled_rounds_as_the_table_of_inductor_says(tmp_path):
+    inductor = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    result, _ = run_engine(tmp_path, "--compile", "--inductor-rounding", "none", **inductor)
     assert result["boundaries"] == NAMES and result["watched"] == []
     assert [len(tokens) for tokens in result["tokens"]] == [3, 3]
+    code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
+    calls = re.findall(r"torch\.ops\.tq\.(\w+)\.default\((.*)\)", code)
+    assert {producer for producer, _ in calls} == {"rms_norm", "silu_mul"}
+    assert all("rounding='none'" in arguments for _, arguments in calls)
