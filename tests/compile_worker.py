@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 import tq
 from tq.kernels import check as check_module
 from tq.kernels import launch as launch_module
+from tq.kernels.plan import prepare
 from tq.kernels.rows import check_rows_kernel, quantize_rows_kernel
 from tq.kernels.target import Target, cuda_target
 
@@ -56,7 +57,7 @@ def compile_one(target: str, producer: str, scheme: str, dtype: str, hidden_size
         with tq.use_reference():
             tq.check(producer, *arguments, scheme=scheme, **options)
     else:
-        launch_module.launch(launch_module.prepare(tq.PRODUCERS[producer], arguments, scheme, options))
+        launch_module.launch(prepare(tq.PRODUCERS[producer], arguments, scheme, options))
     return standing.compiled
 
 

@@ -8,7 +8,7 @@ import torch
 from helpers import DEVICE, FORMATS, Case, assert_codes, assert_equal_results, assert_same_bits, float64, names, rounded
 
 import tq
-from tq.kernels.launch import replaced
+from tq.kernels.plan import replaced
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ONE = torch.ones(1)

@@ -90,11 +90,17 @@ def has_mix(producer: str, dtypes: str) -> bool:
 
 
 MIXES = [(producer, dtypes) for producer in tq.PRODUCERS for dtypes in DTYPES if has_mix(producer, dtypes)]
+# Every shape in bf16, with and without what may be left out; other dtypes in the shapes that they could get wrong.
+SHAPED = [
+    (*mix, shape)
+    for mix in MIXES
+    for shape in SHAPES
+    if mix[1] in ("bf16", "bf16_alone") or shape in ("ragged", "strided")
+]
 
 
 @pytest.mark.parametrize(("scheme", "layout"), SCHEME_LAYOUTS)
-@pytest.mark.parametrize(("producer", "dtypes"), MIXES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("producer", "dtypes", "shape"), SHAPED)
 def test_equals_the_torch_reference(producer, scheme, layout, dtypes, shape):
     rows, size, change = SHAPES[shape]
     case = make(producer, scheme, rows, size, dtypes, layout=layout)
