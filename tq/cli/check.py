@@ -118,10 +118,10 @@ def examine(given: Input, finding: Finding) -> None:
     scale = activation.scale.reshape(1, 1) if not scheme.dynamic else activation.scale
     scale = scale.double().repeat_interleave(size, 1) if scheme.dynamic else scale.double()
     quotient = (truth.y / scale).abs()
-    spacing = torch.exp2(torch.floor(torch.log2(quotient.clamp(min=2.0**-6))) - 3) * scale
+    spacing = torch.exp2(torch.floor(torch.log2(quotient.clamp(min=2.0**-6))) - 3)
     decoded = scheme.code.reference_decode(ours).double() * scale
-    inside = quotient <= scheme.code.max
-    worst = float(torch.where(inside, (decoded - truth.y).abs() / spacing, 0.0).max())
+    inside = quotient <= scheme.code.max + 0.5 * spacing
+    worst = float(torch.where(inside, (decoded - truth.y).abs() / (spacing * scale), 0.0).max())
 
     finding.calls += 1
     finding.codes += codes.numel()

@@ -10,7 +10,7 @@ import torch
 
 from tq.activation import QuantizedActivation
 from tq.kernels.launch import check_device, cut, run
-from tq.kernels.plan import prepare
+from tq.kernels.plan import check_scalar, prepare
 from tq.kernels.producer import PRODUCERS, Producer
 from tq.kernels.rows import REPORT, check_rows_kernel
 from tq.kernels.target import target_of
@@ -56,7 +56,7 @@ class CheckReport:
 
     @property
     def saturated(self) -> int:
-        """Elements beyond the largest code value."""
+        """Elements more than half a spacing beyond the largest code value."""
         return self._total("saturated")
 
     @property
@@ -100,9 +100,11 @@ def check(
         codes, scales = prepared.codes, prepared.scales
     else:
         codes, scales = check_activation(activation, plan.scheme.name, prepared.codes, prepared.scales)
+    if scales is None:
+        scales = prepared.inputs.scale
     if plan.rows:
         tiling, num_warps = cut(plan, whole_row=True)
-        row_stride, group_stride = scales.stride() if scales is not None else (0, 0)
+        row_stride, group_stride = scales.stride() if scales is not None and plan.scheme.dynamic else (0, 0)
         check_rows_kernel[(-(-plan.rows // tiling.BLOCK_M.value),)](
             codes,
             scales,
@@ -123,7 +125,7 @@ def check(
 
 def check_activation(
     activation: QuantizedActivation, scheme: str, codes: torch.Tensor, scales: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of `activation`, which must fit what a call would have made."""
     if activation.scheme != scheme:
         raise ValueError(f"check: activation must be of scheme {scheme}, got {activation.scheme}")
@@ -131,6 +133,8 @@ def check_activation(
         raise ValueError(
             f"check: data must be contiguous of shape {tuple(codes.shape)}, got {tuple(activation.data.shape)}"
         )
-    if scales is not None and activation.scale.shape != scales.shape:
+    if scales is None:
+        check_scalar("check", "scale of the activation", activation.scale, codes.device)
+    elif activation.scale.shape != scales.shape:
         raise ValueError(f"check: scale must have shape {tuple(scales.shape)}, got {tuple(activation.scale.shape)}")
-    return activation.data.view(torch.uint8), None if scales is None else activation.scale
+    return activation.data.view(torch.uint8), activation.scale

@@ -127,6 +127,8 @@ def run_reference(prepared: Prepared) -> None:
     codes, scales = plan.scheme.reference(made.y, prepared.inputs)
     prepared.codes.view(codes.shape).copy_(codes)
     if prepared.scales is not None:
+        padded = (plan.layout.padded_rows(plan.rows), prepared.scales.shape[1])
+        prepared.scales.as_strided(padded, prepared.scales.stride()).zero_()
         prepared.scales.copy_(scales)
     for out, value in zip(prepared.bound.side_outputs, made.side_outputs, strict=True):
         out.copy_(value)

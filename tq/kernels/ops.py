@@ -17,6 +17,7 @@ import torch
 from tq.kernels.launch import outputs_of, run
 from tq.kernels.plan import Prepared, prepare, prepare_again
 from tq.kernels.producer import Producer
+from tq.kernels.schemes import find_scheme
 
 COMMON = "str scheme, Tensor? scale=None, Tensor? scale_ub=None, str? layout=None, float? min_scale=None"
 COMMON_NAMES = ("scale", "scale_ub", "layout", "min_scale")
@@ -82,4 +83,4 @@ def call_op(producer: Producer, arguments: tuple, scheme: str, options: dict[str
     if not mutated:
         return list(getattr(torch.ops.tq, producer.name)(*arguments, scheme=scheme, **given))
     codes, scales = getattr(torch.ops.tq, f"{producer.name}_out")(*arguments, scheme=scheme, **given)
-    return [codes, *([scales] if scales.numel() else []), *mutated]
+    return [codes, *([scales] if find_scheme(producer.name, scheme).dynamic else []), *mutated]

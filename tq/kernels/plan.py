@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from tq.kernels import tuning
 from tq.kernels.layouts import Layout
 from tq.kernels.producer import Bound, Producer, Replaced, bind_checked
-from tq.kernels.schemes import SMALLEST_MIN_SCALE, ScaleInputs, Scheme, find_scheme
+from tq.kernels.schemes import SCHEMES, SMALLEST_MIN_SCALE, ScaleInputs, Scheme, find_scheme
 
 MAX_PLANS = 8192  # one for each shape seen; a few hundred bytes each
 
@@ -106,15 +107,13 @@ def prepare(producer: Producer, arguments: tuple, scheme: str, options: dict[str
 
 def prepare_again(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Prepared:
     """As `prepare`, with the plan of an earlier call of the same description if there was one."""
-    key = (
-        producer,
-        scheme,
-        tuning.forced(),
-        *map(describe, arguments),
-        *options,
-        *map(describe, options.values()),
-    )
-    plan = _plans.get(key)
+    described = map(describe, arguments), options, map(describe, options.values())
+    try:
+        # The scheme and not its name: a name may be given to another one.
+        key = (producer, SCHEMES.get(scheme), tuning.forced(), *chain.from_iterable(described))
+        plan = _plans.get(key)
+    except TypeError:  # something that no call takes; the checks say what
+        return prepare(producer, arguments, scheme, options)
     if plan is None:
         plan = make_plan(producer, arguments, scheme, options)
         if len(_plans) >= MAX_PLANS:

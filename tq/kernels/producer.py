@@ -152,7 +152,7 @@ def check_rows(op: str, name: str, tensor: torch.Tensor, like: torch.Tensor | No
         flat = tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
         return Rows(flat, flat.stride(0))
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}: {tensor!r}")
     if tensor.dtype not in INPUT_DTYPES:
         raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32, got {tensor.dtype}; cast it first")
     if tensor.dim() == 0:
@@ -180,13 +180,28 @@ def check_rows(op: str, name: str, tensor: torch.Tensor, like: torch.Tensor | No
 
 
 def check_like(op: str, name: str, tensor: torch.Tensor, shape: torch.Size, device: torch.device) -> None:
-    """Raises ValueError unless `tensor` has this shape and device."""
+    """Raises TypeError unless `tensor` is one, ValueError unless it has this shape and device."""
     if _trust.on:
         return
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}: {tensor!r}")
     if tensor.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{op}: {name} must be on {device} as x is, got {tensor.device}; move it there")
+
+
+def check_written(op: str, name: str, tensor: torch.Tensor, rows: Rows, dtype: torch.dtype) -> None:
+    """Raises unless the kernel may write `tensor`: of this dtype, and no place belongs to two rows."""
+    if _trust.on:
+        return
+    if tensor.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
+    if rows.data.shape[0] > 1 and rows.stride < rows.data.shape[1]:
+        raise ValueError(
+            f"{op}: rows of {name} must not overlap, got strides {tuple(tensor.stride())} for shape "
+            f"{tuple(tensor.shape)}; pass a tensor of its own"
+        )
 
 
 def check_choice(op: str, name: str, value: Any, choices: tuple) -> None:

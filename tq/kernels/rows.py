@@ -163,7 +163,8 @@ def check_rows_kernel(
     """compare(decode(codes) * scales, produce(args)): one row of `report` (fp32 [M, len(REPORT)]) per token.
 
     A code is wrong where it is not the one of y at the stored scale; a scale, where it is not the one fitted to y. The
-    worst error is over elements inside the code's range, in units of the code's spacing there. Each token is summed by
+    worst error is over elements inside the code's range, half a spacing beyond its largest value included, in units of
+    the code's spacing there; the others are saturated. Each token is summed by
     one program in a fixed order, so two runs agree bit for bit. Needs PROGRAMS = 1.
     """
     given = scheme.rule.load(inputs)
@@ -179,23 +180,22 @@ def check_rows_kernel(
         mask = grouped(mask.broadcast_to(tiling.BLOCK_M, tiling.BLOCK_N), scheme, tiling)
         y = grouped(y_tiles[t], scheme, tiling)
         fitted = fit_groups(y, row_scale, scheme, given)
-        stored = fitted
-        if scheme.GROUP >= 0:
-            address, exists = scale_places(scales, scale_row_stride, scale_group_stride, row, t, scheme, tiling)
-            exists = exists & (row[:, :, None] < M)
-            stored = tl.load(address, mask=exists, other=1.0)
-            if scheme.GROUP > 0 or t == 0:
-                wrong_scales += total(exists & (stored != fitted))
-                nonfinite += total(exists & ((stored != stored) | (tl.abs(stored) == float("inf"))))
+        address, exists = scale_places(scales, scale_row_stride, scale_group_stride, row, t, scheme, tiling)
+        exists = exists & (row[:, :, None] < M)
+        stored = tl.load(address, mask=exists, other=1.0)
+        if scheme.GROUP > 0 or t == 0:
+            wrong_scales += total(exists & (stored != fitted))
+            nonfinite += total(exists & ((stored != stored) | (tl.abs(stored) == float("inf"))))
         quotient = scheme.rule.scaled(y, stored)
         wrong_codes += total(mask & (stored_codes != scheme.code.encode(quotient)))
-        beyond = tl.abs(quotient) > scheme.code.MAX
+        spacing = scheme.code.spacing(quotient)
+        beyond = tl.abs(quotient) > scheme.code.MAX + 0.5 * spacing
         saturated += total(mask & beyond)
         error = tl.abs(scheme.code.decode(stored_codes) * stored - y)
         known = mask & (error == error)
         signal += total(tl.where(known, y * y, 0.0))
         noise += total(tl.where(known, error * error, 0.0))
-        ulps = tl.where(known & (beyond == 0), error / (scheme.code.spacing(quotient) * stored), 0.0)
+        ulps = tl.where(known & (beyond == 0), error / (spacing * stored), 0.0)
         worst = tl.maximum(worst, tl.max(tl.max(ulps, 2), 1, keep_dims=True))
     place = report + row * 7
     keep = row < M

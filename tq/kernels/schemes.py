@@ -145,10 +145,20 @@ class Scheme:
     granularity: Literal["tensor", "token", "group"]
     rule: ScaleRule
     group: int = 0
-    min_scale: float = 0.0
+    min_scale: float = SMALLEST_MIN_SCALE
     layouts: tuple[Layout, ...] = (ROW_MAJOR,)
 
     def __post_init__(self) -> None:
+        if self.granularity not in ("tensor", "token", "group"):
+            raise ValueError(
+                f"Scheme {self.name}: granularity must be 'tensor', 'token' or 'group', got {self.granularity!r} with "
+                f"group={self.group}"
+            )
+        if not self.min_scale >= SMALLEST_MIN_SCALE:
+            raise ValueError(
+                f"Scheme {self.name}: min_scale must be at least {SMALLEST_MIN_SCALE}, got {self.min_scale}; a smaller "
+                f"one would not divide exactly"
+            )
         if (self.granularity == "group") != (self.group > 0) or self.group & (self.group - 1):
             raise ValueError(
                 f"Scheme {self.name}: group must be a power of two for granularity 'group' and 0 otherwise, "
@@ -198,9 +208,9 @@ def register_scheme(scheme: Scheme) -> Scheme:
     return scheme
 
 
-def find_scheme(op: str, scheme: str | Scheme) -> Scheme:
+def find_scheme(op: str, scheme: str) -> Scheme:
     """The registered scheme of a name. Raises ValueError, naming those there are."""
-    found = SCHEMES.get(scheme if isinstance(scheme, str) else scheme.name)
+    found = SCHEMES.get(scheme) if isinstance(scheme, str) else None
     if found is None:
         raise ValueError(f"{op}: scheme must be one of {', '.join(SCHEMES)}; got {scheme!r}")
     return found

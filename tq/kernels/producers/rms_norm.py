@@ -19,6 +19,7 @@ from tq.kernels.producer import (
     check_choice,
     check_like,
     check_rows,
+    check_written,
     constant,
     register_producer,
     round_through,
@@ -104,9 +105,8 @@ def bind(
     residual_rows = check_rows(op, "residual", residual, like=x)
     if residual_out is None:
         residual_out = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    elif residual_out.dtype != residual.dtype:
-        raise TypeError(f"{op}: residual_out must be {residual.dtype} as residual is, got {residual_out.dtype}")
     out_rows = check_rows(op, "residual_out", residual_out, like=x)
+    check_written(op, "residual_out", residual_out, out_rows, residual.dtype)
     args = Args(rows, weight, eps, residual_rows, out_rows, constant(rounding), constant(round_residual))
     return Bound(args, x.shape, x.dtype, x.device, (residual_out,))
 
