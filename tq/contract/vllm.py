@@ -56,11 +56,13 @@ INDUCTOR_ROUNDING = {
 }
 
 
+# vLLM's operators without and with a residual; set by the adapter, since an import costs time in each forward.
+_norm_ops: tuple[Any, Any]
+
+
 @torch.compiler.assume_constant_result
 def _norm_implementation(has_residual: bool) -> str:
-    from vllm import ir
-
-    order = (ir.ops.fused_add_rms_norm if has_residual else ir.ops.rms_norm).get_priority()
+    order = _norm_ops[has_residual].get_priority()
     return order[0] if order else "native"
 
 
@@ -68,12 +70,14 @@ class VllmAdapter:
     """`tq.contract.route.Adapter` for vLLM 0.32 and 0.33."""
 
     def __init__(self) -> None:
-        from vllm import envs
+        global _norm_ops
+        from vllm import envs, ir
         from vllm.model_executor.layers.activation import SiluAndMul
         from vllm.model_executor.layers.fusion import quant_activation
         from vllm.model_executor.layers.layernorm import RMSNorm
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
+        _norm_ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
         self._silu_mul = SiluAndMul
         self._rms_norm = RMSNorm
         self._activation = quant_activation.QuantizedActivation
@@ -91,7 +95,6 @@ class VllmAdapter:
         }
         # Read once: a process does not change its mode, and reading the environment costs time in each forward.
         self.refuses_all = "batch-invariant mode uses its own kernels" if envs.VLLM_BATCH_INVARIANT else None
-
         self._inductor: Rounding | None = None
         self._act_is_native = False
 
