@@ -5,48 +5,20 @@ python -m perf.sweep [--out perf/results/<gpu>/rows.json] [--peers tq,vllm,induc
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import tq
+from perf.provenance import gpu_folder, provenance, write
 from tq.bench.cases import TOKENS, Case, bytes_of, cases
 from tq.bench.peers import PEERS
 from tq.bench.timing import copies_of, device_time_us, launch_floor_us, measured_bandwidth
-
-
-def gpu_name() -> str:
-    """nvidia_h200, ... : the folder of a GPU's results."""
-    return torch.cuda.get_device_name().lower().replace(" ", "_")
-
-
-def provenance() -> dict[str, Any]:
-    """Where numbers come from: what a reader needs to repeat them."""
-    try:
-        from importlib.metadata import version
-
-        vllm: str | None = version("vllm")
-    except ImportError:
-        vllm = None
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "command": "python -m perf.sweep " + " ".join(arg for arg in sys.argv[1:] if not arg.startswith("/")),
-        "versions": {"tq": tq.__version__, "torch": torch.__version__, "triton": triton.__version__, "vllm": vllm},
-        "bandwidth_bytes_per_s": measured_bandwidth(),
-        "launch_floor_us": launch_floor_us(),
-        "method": "CUDA-graph replay, inputs rotated over 200 MB, median of 12 replays, bf16",
-    }
 
 
 def measure(case: Case, peers: list[str], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -105,15 +77,18 @@ def main(
     rows = [
         measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)
     ]
-    path = out or Path("perf/results") / gpu_name() / "rows.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    head = json.dumps(provenance(), indent=1)[:-2]
-    path.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+    document = provenance("perf.sweep") | {
+        "bandwidth_bytes_per_s": measured_bandwidth(),
+        "launch_floor_us": launch_floor_us(),
+        "method": "CUDA-graph replay, inputs rotated over 200 MB, median of 12 replays, bf16, microseconds",
+    }
+    write(out or gpu_folder() / "rows.json", document, rows)
     table = Table("producer", "scheme", *(f"geomean over {peer}" for peer in chosen if peer != "tq"), "worst", "at")
-    for name, scheme in dict.fromkeys((row["producer"], row["scheme"]) for row in rows):
+    for name, scheme in [] if "tq" not in chosen else dict.fromkeys((row["producer"], row["scheme"]) for row in rows):
         group = [row for row in rows if (row["producer"], row["scheme"]) == (name, scheme)]
         ratios = {peer: [row[peer] / row["tq"] for row in group if row.get(peer)] for peer in chosen if peer != "tq"}
+        if not any(ratios.values()):
+            continue
         worst = min(
             ((row[peer] / row["tq"], peer, row) for peer in ratios for row in group if row.get(peer)),
             key=lambda w: w[0],
