@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import namedtuple
 
 import pytest
 import torch
@@ -225,7 +226,7 @@ def test_scales_are_read_under_the_kernels_names():
 
 
 def test_the_engines_own_accessor_wins(monkeypatch):
-    own = contract.InputQuantScales(static_scale=torch.tensor(8.0))
+    own = namedtuple("Own", "static_scale")(torch.tensor(8.0))
     monkeypatch.setattr(scales, "own_accessor", lambda linear: own)
     assert contract.get_input_quant_scales(Linear(Key("static"), 0.5)).static_scale is own.static_scale
 

@@ -8,6 +8,7 @@ import torch
 
 from tq.contract import vllm
 from tq.contract.route import RMS_NORM, SILU_MUL, Adapter, route, state
+from tq.contract.scales import attribute
 
 
 def get_input_quant_key(linear: Any) -> Any:
@@ -51,4 +52,4 @@ def _adapter() -> Adapter | None:
 
 def _plain(module: Any) -> Any:
     """The module's own forward, not the routed one of a paired module."""
-    return getattr(module, "tq_plain_forward", module)
+    return attribute(module, "tq_plain_forward") or module

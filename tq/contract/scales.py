@@ -49,8 +49,10 @@ def get_input_quant_scales(linear: Any) -> InputQuantScales:
 
 def input_quant_scale(linear: Any, field: str) -> torch.Tensor | None:
     """One field of `get_input_quant_scales(linear)`."""
-    owner, name = (linear, _parameter_name(linear, field)) if own_accessor is None else (own_accessor(linear), field)
-    value = attribute(owner, name)
+    if own_accessor is None:
+        value = attribute(linear, _parameter_name(linear, field))
+    else:
+        value = getattr(own_accessor(linear), field, None)
     return value if isinstance(value, torch.Tensor) and value.numel() == 1 else None
 
 
