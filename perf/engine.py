@@ -154,7 +154,8 @@ def one_engine(checkpoint: Path, mode: str, folder: Path) -> None:
     for batch in BATCHES:
         generate(llm, batch, NEW_TOKENS)
     (folder / f"{name}.ready").touch()
-    while len(list(folder.glob("*.ready"))) < 4:
+    patience = time.monotonic() + 240  # for one that failed to start
+    while len(list(folder.glob("*.ready"))) < 4 and time.monotonic() < patience:
         time.sleep(0.2)
     rates: dict[int, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):

@@ -111,6 +111,7 @@ def against_reference(dtype_name: str, hidden_size: int) -> list[dict[str, Any]]
                     ours, theirs = (made if isinstance(made, tuple) else (made,) for made in (ours, theirs))
                     report = tq.check(producer, *arguments, activation=ours[0], **options)
                     differ = (ours[0].data.view(torch.uint8) != theirs[0].data.view(torch.uint8)).sum()
+                    side_outputs = zip(ours[1:], theirs[1:], strict=True)
                     rows.append(
                         {
                             "producer": producer.name,
@@ -122,9 +123,7 @@ def against_reference(dtype_name: str, hidden_size: int) -> list[dict[str, Any]]
                             "codes": ours[0].data.numel(),
                             "codes_differ": int(differ),
                             "scales_differ": int((ours[0].scale != theirs[0].scale).sum()),
-                            "side_outputs_differ": sum(
-                                int((a != b).sum()) for a, b in zip(ours[1:], theirs[1:], strict=True)
-                            ),
+                            "side_outputs_differ": sum(int((a != b).sum()) for a, b in side_outputs),
                             "wrong": report.wrong_codes + report.wrong_scales + report.nonfinite_scales,
                             "worst_ulps": round(report.worst_ulps, 6),
                         }

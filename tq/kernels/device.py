@@ -74,16 +74,16 @@ def reciprocal(value):
 def exact_reciprocal(value):
     """1 / value rounded once to fp32 (IEEE), by two Newton steps on `reciprocal`: half the cost of a division.
 
-    They end one unit low where the mantissa of `value` is all ones, and nowhere else (every fp32 mantissa was tried).
-    The interpreter's fma rounds twice, so it divides.
+    For a mantissa of all ones the result's must be 1 and the steps may end at 0; they miss nowhere else (every fp32
+    mantissa was tried, at even and odd exponents). The interpreter's fma rounds twice, so it divides.
     """
     if INTERPRETED:
         return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
     inverse = reciprocal(value)
     inverse = tl.fma(tl.fma(-value, inverse, 1.0), inverse, inverse)
     inverse = tl.fma(tl.fma(-value, inverse, 1.0), inverse, inverse)
-    low = (value.to(tl.uint32, bitcast=True) & 0x7FFFFF) == 0x7FFFFF
-    return (inverse.to(tl.uint32, bitcast=True) + low.to(tl.uint32)).to(tl.float32, bitcast=True)
+    all_ones = (value.to(tl.uint32, bitcast=True) & 0x7FFFFF) == 0x7FFFFF
+    return (inverse.to(tl.uint32, bitcast=True) | all_ones.to(tl.uint32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,100 @@
+"""Writes the figures of the README from the committed results.
+
+python -m perf.figures
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+README = Path("README.md")
+RESULTS = Path("perf/results/nvidia_h200")
+BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->"
+
+
+def geometric_mean(values: list[float]) -> float:
+    """exp(mean(log(values)))"""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def speed(document: dict[str, Any]) -> list[str]:
+    """Speedup per producer and scheme, and the share of the bandwidth of the large calls."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in document["rows"]:
+        groups[row["producer"], row["scheme"]].append(row)
+    lines = [
+        "| producer | scheme | over vLLM's op | over Inductor | of bandwidth, >= 64 MiB |",
+        "|---|---|---|---|---|",
+    ]
+    for (producer, scheme), rows in groups.items():
+        cells = []
+        for peer in ("vllm", "inductor"):
+            ratios = [row[peer] / row["tq"] for row in rows if row.get(peer)]
+            cells.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        large = [row["bytes"] / row["tq"] * 1e6 for row in rows if row["bytes"] >= 64 << 20]
+        share = 100 * min(large) / document["bandwidth_bytes_per_s"]
+        lines.append(f"| `{producer}` | `{scheme}` | {' | '.join(cells)} | {share:.0f} % or more |")
+    rows = document["rows"]
+    tokens = sorted({row["rows"] for row in rows})
+    sizes = sorted({row["hidden_size"] for row in rows})
+    lines += [
+        "",
+        f"Geometric mean of the speedup (lowest to highest) over {tokens[0]} to {tokens[-1]} tokens and hidden sizes "
+        f"{', '.join(map(str, sizes))}; {document['method']}.",
+    ]
+    return lines
+
+
+def engine(document: dict[str, Any]) -> list[str]:
+    """Tokens per second with and without the plugin."""
+    rates = {(row["engine"], row["batch"]): row for row in document["rows"] if "engine" in row}
+    lines = ["| whole engine, new tokens/s | batch | vLLM | vLLM with tq |", "|---|---|---|---|"]
+    for mode in ("eager", "compiled"):
+        for batch in sorted({batch for _, batch in rates}):
+            cells = []
+            for name in ("stock", "tq"):
+                row = rates[f"{mode}_{name}", batch]
+                low, _, high = row["quartiles"]
+                cells.append(f"{row['tokens_per_s']} ({low} to {high})")
+            lines.append(f"| {mode} | {batch} | {' | '.join(cells)} |")
+    for row in document["rows"]:
+        if "agreement" in row:
+            residual = f", {row['residual_differ']} residual elements" if "residual_differ" in row else ""
+            lines.append(
+                f"\nIn the engine, `{row['agreement']}`: {row['codes_differ']} of {row['codes']:,} codes{residual} differ "
+                f"from those of vLLM's own ops on the same tensors."
+            )
+    lines += ["", f"Median (quartiles). {document['method']}; {document['checkpoint']}."]
+    return lines
+
+
+def figures() -> str:
+    """The part of the README between the marks."""
+    rows = json.loads((RESULTS / "rows.json").read_text())
+    verify = json.loads((RESULTS / "verify.json").read_text())
+    versions = ", ".join(f"{name} {version}" for name, version in rows["versions"].items() if version)
+    lines = [f"On one {rows['gpu']}, {rows['date']}: {versions}.", "", *speed(rows), ""]
+    lines += engine(json.loads((RESULTS / "engine.json").read_text()))
+    exhaustive = [row for row in verify["rows"] if "made" in row]
+    lines += [
+        "",
+        f"Verified there: {verify['checks']} checks, {verify['failures']} failures, among them "
+        f"{sum(row['made'] for row in exhaustive):,} encodings, divisions and reciprocals, exhaustive over bf16 and fp16.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Rewrites the README."""
+    text = README.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    README.write_text(before + BEGIN + figures() + END + after)
+
+
+if __name__ == "__main__":
+    main()
