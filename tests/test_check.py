@@ -12,6 +12,7 @@ from helpers import DEVICE, FORMATS, SCHEME_LAYOUTS, Case, assert_same_bits, flo
 
 import tq
 from tq.kernels import check as check_module
+from tq.kernels import tuning
 from tq.kernels.rows import REPORT
 
 ROWS = 7
@@ -136,6 +137,19 @@ def test_is_deterministic(producer, scheme):
         part.arguments, part.options = case.arguments, case.options
         part.change(lambda value, keep=keep: value[:keep], case.is_rows)
         assert_same_bits(part.check().rows, first.rows[:keep])
+
+
+@every_pair
+def test_a_row_in_several_tiles(producer, scheme):
+    """A fault in the last one is found, and the numbers are those of one tile but for the order of their sums."""
+    case = make(producer, scheme)
+    whole, activation = case.check(), case.run().activation
+    codes = activation.data.view(torch.uint8).clone()
+    codes[BAD, -1] ^= 0x01
+    with tuning.force(tuning.RowConfig(2, 128, -(-case.hidden_size // 128), 4)):
+        parts, found = case.check(activation), case.check(with_data(activation, codes))
+    assert torch.allclose(parts.rows, whole.rows, rtol=1e-4, atol=1e-6)
+    assert found.column("wrong_codes").tolist() == only_in(BAD, 1.0) and found.column("worst_ulps").argmax() == BAD
 
 
 @every_pair

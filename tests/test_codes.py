@@ -13,6 +13,7 @@ import triton.language as tl
 from helpers import DEVICE, FORMATS, assert_codes, float32
 
 import tq
+from tq.kernels.device import round_to
 from tq.kernels.target import target_of
 
 CODES = {scheme.code.name: scheme.code for scheme in tq.SCHEMES.values()}
@@ -168,6 +169,32 @@ def test_spacing(name):
     got = on_device(code.spacing, points, torch.float32)
     below = np.searchsorted(values, np.abs(points).astype(np.float64), side="right") - 1
     assert len(points) > 30_000 and (float32(got) == np.diff(values)[below]).all()
+
+
+@triton.jit
+def round_to_bf16(value):
+    return round_to(value, tl.bfloat16)
+
+
+@triton.jit
+def round_to_fp16(value):
+    return round_to(value, tl.float16)
+
+
+@pytest.mark.parametrize(
+    ("rounding", "dtype", "unit"),
+    [(round_to_bf16, torch.bfloat16, 1 << 16), (round_to_fp16, torch.float16, 1 << 13)],
+)
+def test_rounding_to_a_dtype(rounding, dtype, unit):
+    """Nearest-even in fp32 registers: random patterns, and ties of every 2^13 or 2^16 patterns with their neighbours."""
+    ties = (np.arange(1 << 16, dtype=np.uint64) * 65521 * unit + unit // 2) & 0xFFFFFFFF
+    ties = np.concatenate([ties, ties + 1, ties - 1]).astype(np.uint32).view(np.float32)
+    values = np.concatenate([random_patterns(), ties, specials(CODES["e4m3"])])
+    got = float32(on_device(rounding, values, torch.float32))
+    want = torch.from_numpy(values).to(dtype).float().numpy()
+    assert (np.isnan(got) == np.isnan(values)).all()
+    known = ~np.isnan(values)
+    assert (got.view(np.uint32)[known] == want.view(np.uint32)[known]).all()
 
 
 @pytest.mark.parametrize("name", CODES)

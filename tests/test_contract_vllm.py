@@ -228,6 +228,7 @@ def test_paired_norm_compiles_without_a_break(norm, adapter, monkeypatch):
     layer.norm, layer.linear = norm, consumer()
     site = pairing.Site(pairing.RMS_NORM, "norm", ("linear",), frozenset({pairing.forward_hash(layer)}))
     monkeypatch.setattr(pairing, "SITES", (site,))
+    monkeypatch.setattr(adapter, "_inductor", None)  # where compiled code rounds is another test's
     assert pairing.pair_model(layer)[0].reason is None
 
     def keep_graph(graph, inputs):

@@ -46,7 +46,8 @@ def add_squared_distance(args, loaded, means, total):
 
 @triton.jit
 def normalize(args, loaded, means, row, col, mask):
-    return (loaded - means[0]) * tl.rsqrt(means[1] + args.eps) * load_vector(args.weight, col, mask)
+    # Not zero where no column is, which the template has to see to.
+    return (loaded - means[0]) * tl.rsqrt(means[1] + args.eps) * (1.0 + load_vector(args.weight, col, mask))
 
 
 def bind_layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> Bound:
@@ -57,11 +58,12 @@ def bind_layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) ->
 def layer_norm_reference(x, weight, eps=1e-5, *, precision=torch.float32):
     x = x.reshape(-1, x.shape[-1]).to(precision)
     centered = x - x.mean(-1, keepdim=True)
-    return tq.Reference(centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight.to(precision))
+    normalized = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    return tq.Reference(normalized * (1.0 + weight.to(precision)))
 
 
 def layer_norm_example(rows, hidden_size, dtype, device):
-    x, weight = torch.randn(rows, hidden_size) + 0.5, torch.rand(hidden_size) + 0.5
+    x, weight = torch.randn(rows, hidden_size) + 8.0, torch.rand(hidden_size) - 0.5
     return (x.to(device, dtype), weight.to(device, dtype)), {}
 
 
@@ -105,7 +107,7 @@ def formula(producer, x, weight=None):
     """The value in float64."""
     if producer == "test_relu2":
         return np.maximum(x, 0.0) ** 2
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * weight
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * (1.0 + weight)
 
 
 @every_pair

@@ -325,11 +325,11 @@ def test_strides_that_no_launch_has_seen_are_not_mixed_up():
 
 
 def test_row_offsets_beyond_32_bits():
-    """Two rows further apart than 2^31 elements; the memory between them is asked for and never touched."""
-    stride, size = (1 << 31) + 8, 256
-    memory = torch.UntypedStorage(2 * (stride + size), device=DEVICE)
-    x = torch.empty(0, dtype=torch.bfloat16, device=DEVICE).set_(memory, 0, (2, size), (stride, 1))
-    x.copy_(torch.randn(2, size))
+    """The last row begins 2^31 elements after the first; the memory between them is asked for and never touched."""
+    stride, size = (1 << 30) + 8, 256
+    memory = torch.UntypedStorage(2 * (2 * stride + size), device=DEVICE)
+    x = torch.empty(0, dtype=torch.bfloat16, device=DEVICE).set_(memory, 0, (3, size), (stride, 1))
+    x.copy_(torch.randn(3, size))
     for scheme in ("fp8_token", "fp8_group128"):
         got, want = tq.quantize(x, scheme=scheme), tq.quantize(x.contiguous(), scheme=scheme)
         assert_same_bits(got.data, want.data)

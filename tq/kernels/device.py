@@ -88,7 +88,7 @@ def exact_reciprocal(value):
 
 @triton.jit
 def divide(value, divisor, inverse):
-    """value / divisor rounded once to fp32 (IEEE), given `inverse`, 1 / divisor rounded to fp32.
+    """value / divisor rounded once to fp32 (IEEE), for a positive divisor and `inverse`, 1 / divisor rounded to fp32.
 
     With q = RN(v*r), the remainder v - q*d is exact in an fma, and RN(q + r*(v - q*d)) is the correctly rounded
     quotient: found equal to the IEEE division for every mantissa of bf16 and fp16 values with every fp32 mantissa of
@@ -99,7 +99,10 @@ def divide(value, divisor, inverse):
         quotient = tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
         return tl.where(tl.abs(value) == float("inf"), float("nan"), quotient)
     quotient = value * inverse
-    return tl.fma(tl.fma(-quotient, divisor, value), inverse, quotient)
+    corrected = tl.fma(tl.fma(-quotient, divisor, value), inverse, quotient)
+    # The remainder of -0 is +0, and so would be the sum: the sign is the value's (the divisor is positive).
+    sign = value.to(tl.uint32, bitcast=True) & 0x80000000
+    return ((corrected.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
