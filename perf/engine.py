@@ -32,7 +32,7 @@ import typer
 
 from perf.provenance import gpu_folder, provenance, write
 
-PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 128, 64, 7
+PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 128, 64, 5
 BATCHES = (1, 64, 256)
 NORM_ROUNDINGS = ("none", "after_weight", "before_and_after_weight")
 ACTIVATION_ROUNDINGS = ("none", "product", "activation_and_product")

@@ -65,8 +65,8 @@ def engine(document: dict[str, Any]) -> list[str]:
         if "agreement" in row:
             residual = f", {row['residual_differ']} residual elements" if "residual_differ" in row else ""
             lines.append(
-                f"\nIn the engine, `{row['agreement']}`: {row['codes_differ']} of {row['codes']:,} codes{residual} differ "
-                f"from those of vLLM's own ops on the same tensors."
+                f"\nIn the engine, `{row['agreement']}`: {row['codes_differ']} of {row['codes']:,} codes{residual} "
+                f"differ from those of vLLM's own ops on the same tensors."
             )
     lines += ["", f"Median (quartiles). {document['method']}; {document['checkpoint']}."]
     return lines
@@ -83,7 +83,7 @@ def figures() -> str:
     lines += [
         "",
         f"Verified there: {verify['checks']} checks, {verify['failures']} failures, among them "
-        f"{sum(row['made'] for row in exhaustive):,} encodings, divisions and reciprocals, exhaustive over bf16 and fp16.",
+        f"{sum(row['made'] for row in exhaustive):,} encodings, divisions and reciprocals, all of bf16 and fp16.",
     ]
     return "\n".join(lines) + "\n"
 
