@@ -186,7 +186,7 @@ def round_to_fp16(value):
     [(round_to_bf16, torch.bfloat16, 1 << 16), (round_to_fp16, torch.float16, 1 << 13)],
 )
 def test_rounding_to_a_dtype(rounding, dtype, unit):
-    """Nearest-even in fp32 registers: random patterns, and ties of every 2^13 or 2^16 patterns with their neighbours."""
+    """Nearest-even, in fp32 registers: random patterns, ties between two values of the dtype, and their neighbours."""
     ties = (np.arange(1 << 16, dtype=np.uint64) * 65521 * unit + unit // 2) & 0xFFFFFFFF
     ties = np.concatenate([ties, ties + 1, ties - 1]).astype(np.uint32).view(np.float32)
     values = np.concatenate([random_patterns(), ties, specials(CODES["e4m3"])])
