@@ -58,8 +58,9 @@ def engine(document: dict[str, Any]) -> list[str]:
             cells = []
             for name in ("stock", "tq"):
                 row = rates[f"{mode}_{name}", batch]
-                low, _, high = row["quartiles"]
-                cells.append(f"{row['tokens_per_s']} ({low} to {high})")
+                low, high = row["quartiles"][::2] if "quartiles" in row else (None, None)
+                spread = f"{low} to {high}" if low else f"± {row['spread']}"
+                cells.append(f"{row['tokens_per_s']} ({spread})")
             lines.append(f"| {mode} | {batch} | {' | '.join(cells)} |")
     for row in document["rows"]:
         if "agreement" in row:
@@ -68,7 +69,8 @@ def engine(document: dict[str, Any]) -> list[str]:
                 f"\nIn the engine, `{row['agreement']}`: {row['codes_differ']} of {row['codes']:,} codes{residual} "
                 f"differ from those of vLLM's own ops on the same tensors."
             )
-    lines += ["", f"Median (quartiles). {document['method']}; {document['checkpoint']}."]
+    versions = document["versions"]
+    lines += ["", f"{document['method']}; {document['checkpoint']}; tq {versions['tq']}."]
     return lines
 
 
@@ -82,7 +84,7 @@ def figures() -> str:
     exhaustive = [row for row in verify["rows"] if "made" in row]
     lines += [
         "",
-        f"Verified there: {verify['checks']} checks, {verify['failures']} failures, among them "
+        f"Checked there: {verify['checks']} checks, {verify['failures']} failures (named in the data), among them "
         f"{sum(row['made'] for row in exhaustive):,} encodings, divisions and reciprocals, all of bf16 and fp16.",
     ]
     return "\n".join(lines) + "\n"
