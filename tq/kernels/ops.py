@@ -29,7 +29,7 @@ _library = torch.library.Library("tq", "FRAGMENT")
 def schema_of(producer: Producer, mutated: tuple[str, ...]) -> str:
     """The schema of the op, from the signature of `bind`: positional parameters are required, options may be None."""
     positional, keyword = [], []
-    for name, parameter in inspect.signature(producer.bind).parameters.items():  # type: ignore[arg-type]
+    for name, parameter in inspect.signature(producer.bind).parameters.items():
         annotation = str(parameter.annotation).replace("torch.", "").split(" | ")[0]
         if annotation not in TYPES:
             known = ", ".join(TYPES)

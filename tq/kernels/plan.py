@@ -16,7 +16,7 @@ import torch
 
 from tq.kernels import tuning
 from tq.kernels.layouts import Layout
-from tq.kernels.producer import Bound, Producer, Replaced, bind_checked
+from tq.kernels.producer import Bound, Producer, Replaced
 from tq.kernels.schemes import SCHEMES, SMALLEST_MIN_SCALE, ScaleInputs, Scheme, find_scheme
 
 MAX_PLANS = 8192  # one for each shape seen; a few hundred bytes each
@@ -74,7 +74,7 @@ def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[s
     given = {name: value for name, value in options.items() if value is not None}
     scale, scale_ub, min_scale = given.pop("scale", None), given.pop("scale_ub", None), given.pop("min_scale", None)
     layout = find_layout(op, found, given.pop("layout", None))
-    bound = bind(producer, arguments, {**stands_for.options, **given})
+    bound = check_and_bind(producer, arguments, {**stands_for.options, **given})
     hidden_size = bound.shape[-1]
     if found.group and hidden_size % found.group:
         raise ValueError(
@@ -92,7 +92,7 @@ def fill(plan: Plan, arguments: tuple, options: dict[str, Any]) -> Prepared:
     scale, scale_ub = options.get("scale"), options.get("scale_ub")
     given = {k: v for k, v in options.items() if isinstance(v, torch.Tensor) and k not in ("scale", "scale_ub")}
     given = {**plan.options, **given}
-    bound = bind_checked(plan.producer, arguments, given)
+    bound = plan.producer.bind(*arguments, **given)
     codes = torch.empty(plan.shape, dtype=torch.uint8, device=plan.device)
     scales = None
     if plan.scheme.dynamic:
@@ -122,10 +122,11 @@ def prepare_again(producer: Producer, arguments: tuple, scheme: str, options: di
     return fill(plan, arguments, options)
 
 
-def bind(producer: Producer, arguments: tuple, options: dict[str, Any]) -> Bound:
-    """The producer's checked arguments; a wrong name or number of arguments is a TypeError naming the op."""
+def check_and_bind(producer: Producer, arguments: tuple, options: dict[str, Any]) -> Bound:
+    """The producer's arguments, checked; a wrong name or number of arguments is a TypeError naming the op."""
     try:
-        return producer.bind(*arguments, **options)  # type: ignore[misc]
+        producer.check(*arguments, **options)  # type: ignore[misc]
+        return producer.bind(*arguments, **options)
     except TypeError as error:
         if str(error).startswith(f"{producer.name}: "):
             raise

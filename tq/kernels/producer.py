@@ -3,7 +3,6 @@ are applied; everything else (schemes, checks, ops, tests, benchmarks) follows f
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -65,13 +64,9 @@ class RowsArgs(NamedTuple):
     x: Rows
 
 
-def bind_rows(op: str) -> Callable[..., Bound]:
+def bind_rows(x: torch.Tensor) -> Bound:
     """The `bind` of a producer whose only input is x [..., N] and whose output has x's shape."""
-
-    def bind(x: torch.Tensor) -> Bound:
-        return Bound(RowsArgs(check_rows(op, "x", x)), x.shape, x.dtype, x.device)
-
-    return bind
+    return Bound(RowsArgs(as_rows(x)), x.shape, x.dtype, x.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +79,14 @@ class Producer:
     over the row is appended to `means`.
     apply(args, loaded, means, row, col, mask) -> y. Side outputs are stored here.
 
-    bind: the host signature; checks the arguments (before any launch) and returns `Bound`. Its parameters are the
-    parameters of the torch op. None: one tensor x. reference: (same arguments, precision=) -> `Reference`, the torch
-    form, rounding where the kernel does. replaces: the vLLM op a scheme makes it equal to. mutates: parameters of
-    `bind` that are written where given. example: (rows, hidden size, dtype, device) -> (arguments, options) for tests
-    and benchmarks; optional: options in it that may be left out, so that both forms are measured.
+    bind: the host signature, whose parameters are those of the torch op; returns `Bound`. The default takes one
+    tensor x.
+    check: the same parameters; raises where they do not fit, before any launch, and is run once for all calls of one
+    description. The default looks at x.
+    reference: (same arguments, precision=) -> `Reference`, the torch form, rounding where the kernel does.
+    replaces: the vLLM op a scheme makes it equal to. mutates: parameters of `bind` that are written where given.
+    example: (rows, hidden size, dtype, device) -> (arguments, options) for tests and benchmarks; optional: options in
+    it that may be left out, so that both forms are measured.
     """
 
     name: str
@@ -96,7 +94,8 @@ class Producer:
     reference: Callable[..., Reference]
     moments: tuple = ()
     apply: Any = apply_nothing
-    bind: Callable[..., Bound] | None = None
+    bind: Callable[..., Bound] = bind_rows
+    check: Callable[..., object] | None = None
     replaces: Callable[[Scheme], Replaced] = replaces_nothing
     mutates: tuple[str, ...] = ()
     example: Callable[..., tuple[tuple, dict[str, Any]]] | None = None
@@ -105,10 +104,13 @@ class Producer:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", DeviceProducer(self.load, self.moments, self.apply))
-        if self.bind is None:
-            object.__setattr__(self, "bind", bind_rows(self.name))
+        if self.check is None:
+            object.__setattr__(self, "check", self._check_x)
         if self.example is None:
             object.__setattr__(self, "example", example_rows)
+
+    def _check_x(self, x: torch.Tensor, *rest: Any, **options: Any) -> None:
+        check_rows(self.name, "x", x)
 
     def __call__(self, *inputs: Any, scheme: str, **options: Any) -> Any:
         """Runs the producer: see `tq.kernels.launch.call`."""
@@ -117,29 +119,16 @@ class Producer:
         return call(self, inputs, scheme, options)
 
 
-class _Trust(threading.local):
-    """Whether, on this thread, the arguments at hand were checked before."""
-
-    on = False
-
-
-_trust = _Trust()
-
-
-def bind_checked(producer: Producer, arguments: tuple, options: dict[str, Any]) -> Bound:
-    """`producer.bind` of arguments whose like passed its checks before: the `check_` functions let everything
-    through."""
-    _trust.on = True
-    try:
-        return producer.bind(*arguments, **options)  # type: ignore[misc]
-    finally:
-        _trust.on = False
-
-
 @lru_cache
 def constant(value: Any) -> tl.constexpr:
     """`value` as a constant of a kernel, made once."""
     return tl.constexpr(value)
+
+
+def as_rows(tensor: torch.Tensor) -> Rows:
+    """`tensor` [..., N], which passed `check_rows`, as rows of one stride."""
+    flat = tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
+    return Rows(flat, flat.stride(0))
 
 
 def check_rows(op: str, name: str, tensor: torch.Tensor, like: torch.Tensor | None = None, parts: int = 1) -> Rows:
@@ -148,9 +137,6 @@ def check_rows(op: str, name: str, tensor: torch.Tensor, like: torch.Tensor | No
     Raises TypeError for a dtype that is not bf16, fp16 or fp32, ValueError for a last stride that is not 1, leading
     dimensions that one stride cannot walk, a hidden size out of [1, 32768], or a shape or device other than `like`'s.
     """
-    if _trust.on:
-        flat = tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
-        return Rows(flat, flat.stride(0))
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}: {tensor!r}")
     if tensor.dtype not in INPUT_DTYPES:
@@ -167,22 +153,17 @@ def check_rows(op: str, name: str, tensor: torch.Tensor, like: torch.Tensor | No
         raise ValueError(
             f"{op}: last stride of {name} must be 1, got strides {tuple(tensor.stride())}; pass {name}.contiguous()"
         )
-    if tensor.dim() == 2:
-        return Rows(tensor, tensor.stride(0))
     try:
-        flat = tensor.view(-1, hidden_size)
+        return as_rows(tensor)
     except RuntimeError:
         raise ValueError(
             f"{op}: leading dimensions of {name} must be walkable with one stride, got shape {tuple(tensor.shape)} "
             f"with strides {tuple(tensor.stride())}; pass {name}.contiguous()"
         ) from None
-    return Rows(flat, flat.stride(0))
 
 
 def check_like(op: str, name: str, tensor: torch.Tensor, shape: torch.Size, device: torch.device) -> None:
     """Raises TypeError unless `tensor` is one, ValueError unless it has this shape and device."""
-    if _trust.on:
-        return
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}: {tensor!r}")
     if tensor.shape != shape:
@@ -193,8 +174,6 @@ def check_like(op: str, name: str, tensor: torch.Tensor, shape: torch.Size, devi
 
 def check_written(op: str, name: str, tensor: torch.Tensor, rows: Rows, dtype: torch.dtype) -> None:
     """Raises unless the kernel may write `tensor`: of this dtype, and no place belongs to two rows."""
-    if _trust.on:
-        return
     if tensor.dtype != dtype:
         raise TypeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
     if rows.data.shape[0] > 1 and rows.stride < rows.data.shape[1]:

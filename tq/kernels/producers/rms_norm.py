@@ -16,6 +16,7 @@ from tq.kernels.producer import (
     Producer,
     Reference,
     Replaced,
+    as_rows,
     check_choice,
     check_like,
     check_rows,
@@ -87,8 +88,28 @@ def bind(
     rounding: str = "before_and_after_weight",
     round_residual: bool = False,
 ) -> Bound:
+    if residual is None:
+        args = Args(as_rows(x), weight, eps, None, None, constant(rounding), constant(False))
+        return Bound(args, x.shape, x.dtype, x.device)
+    if residual_out is None:
+        residual_out = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    sums = as_rows(residual), as_rows(residual_out)
+    args = Args(as_rows(x), weight, eps, *sums, constant(rounding), constant(round_residual))
+    return Bound(args, x.shape, x.dtype, x.device, (residual_out,))
+
+
+def check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    rounding: str,
+    round_residual: bool,
+) -> None:
     op = "rms_norm"
-    rows = check_rows(op, "x", x)
+    check_rows(op, "x", x)
     check_like(op, "weight", weight, x.shape[-1:], x.device)
     if weight.dtype not in INPUT_DTYPES:
         raise TypeError(f"{op}: weight must be bfloat16, float16 or float32, got {weight.dtype}; cast it first")
@@ -97,18 +118,13 @@ def bind(
     if not eps > 0.0:
         raise ValueError(f"{op}: eps must be positive, got {eps}; a zero row has no norm without it")
     check_choice(op, "rounding", rounding, ROUNDINGS)
-    if residual is None:
-        if residual_out is not None:
-            raise ValueError(f"{op}: residual_out needs residual, got None; pass the residual to add")
-        args = Args(rows, weight, eps, None, None, constant(rounding), constant(False))
-        return Bound(args, x.shape, x.dtype, x.device)
-    residual_rows = check_rows(op, "residual", residual, like=x)
-    if residual_out is None:
-        residual_out = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    out_rows = check_rows(op, "residual_out", residual_out, like=x)
-    check_written(op, "residual_out", residual_out, out_rows, residual.dtype)
-    args = Args(rows, weight, eps, residual_rows, out_rows, constant(rounding), constant(round_residual))
-    return Bound(args, x.shape, x.dtype, x.device, (residual_out,))
+    if residual is not None:
+        check_rows(op, "residual", residual, like=x)
+    elif residual_out is not None:
+        raise ValueError(f"{op}: residual_out needs residual, got None; pass the residual to add")
+    if residual is not None and residual_out is not None:
+        rows = check_rows(op, "residual_out", residual_out, like=x)
+        check_written(op, "residual_out", residual_out, rows, residual.dtype)
 
 
 def reference(
@@ -160,6 +176,7 @@ RMS_NORM = register_producer(
         moments=(add_square,),
         apply=normalize,
         bind=bind,
+        check=check,
         reference=reference,
         replaces=replaces,
         mutates=("residual_out",),

@@ -15,6 +15,7 @@ from tq.kernels.producer import (
     Producer,
     Reference,
     Replaced,
+    as_rows,
     check_choice,
     check_rows,
     constant,
@@ -45,12 +46,15 @@ def load_silu_mul(args, row, col, mask):
 
 
 def bind(x: torch.Tensor, *, rounding: str = "activation_and_product") -> Bound:
-    check_choice("silu_mul", "rounding", rounding, ROUNDINGS)
-    rows = check_rows("silu_mul", "x", x, parts=2)
-    half = x.shape[-1] // 2
+    rows, half = as_rows(x), x.shape[-1] // 2
     gate, up = rows.data[:, :half], rows.data[:, half:]
     args = Args(Rows(gate, rows.stride), Rows(up, rows.stride), constant(rounding))
     return Bound(args, torch.Size((*x.shape[:-1], half)), x.dtype, x.device)
+
+
+def check(x: torch.Tensor, *, rounding: str) -> None:
+    check_rows("silu_mul", "x", x, parts=2)
+    check_choice("silu_mul", "rounding", rounding, ROUNDINGS)
 
 
 def reference(x: torch.Tensor, *, rounding: str, precision: torch.dtype = torch.float32) -> Reference:
@@ -77,7 +81,9 @@ def example(rows: int, hidden_size: int, dtype: torch.dtype, device: Any) -> tup
 
 
 SILU_MUL = register_producer(
-    Producer("silu_mul", load=load_silu_mul, reference=reference, bind=bind, replaces=replaces, example=example)
+    Producer(
+        "silu_mul", load=load_silu_mul, reference=reference, bind=bind, check=check, replaces=replaces, example=example
+    )
 )
 
 
