@@ -14,6 +14,7 @@ test: $(VENV)/.installed
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest perf --benchmark-disable
 
 perf: $(VENV)/.installed
 	$(RUN)/python -m pytest perf

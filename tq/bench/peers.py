@@ -98,7 +98,7 @@ def inductor_peer(prepared: Prepared) -> Peer:
     limit = scheme.code.max
 
     def formula(arguments: tuple, options: dict[str, Any], inputs: Any) -> tuple:
-        y, side_outputs = producer.reference(*arguments, **options)
+        y, side_outputs = producer.reference(*arguments, **options, precision=torch.float32)
         y = y.unflatten(-1, (-1, scheme.group or y.shape[-1]))
         amax = y.abs().amax(-1) if scheme.dynamic else y.new_empty(1, 1)
         scales = scheme.rule.reference_fit(amax, inputs, limit)

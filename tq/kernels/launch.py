@@ -123,7 +123,7 @@ def run_reference(prepared: Prepared) -> None:
     """The outputs by torch alone."""
     plan = prepared.plan
     options = {k: v for k, v in prepared.options.items() if k not in plan.producer.mutates}
-    made = plan.producer.reference(*prepared.arguments, **options)
+    made = plan.producer.reference(*prepared.arguments, **options, precision=torch.float32)
     codes, scales = plan.scheme.reference(made.y, prepared.inputs)
     prepared.codes.view(codes.shape).copy_(codes)
     if prepared.scales is not None:
