@@ -279,6 +279,21 @@ def test_residual_is_not_written_in_place(adapter):
     assert len(seen) == 1
 
 
+def test_residual_is_written_where_the_plain_norm_writes_it(adapter):
+    adapter.rounding = route.NormRounding("after_weight", True, in_place=True)
+    x, linear = signs(), Linear(Key("static"), 0.25)
+    residual, watched, traced = signs(seed=2), signs(seed=2), signs(seed=2)
+    wanted = x + residual
+    _, after = contract.rms_norm_input_quant(Norm(), x, residual, linear)
+    assert after is residual and torch.equal(residual, wanted)
+    with contract.observe(lambda *call: None):
+        _, after = contract.rms_norm_input_quant(Norm(), x, watched, linear)
+    assert torch.equal(watched, signs(seed=2)) and torch.equal(after, wanted)
+    norm = Norm()
+    compiled = torch.compile(lambda x, r: contract.rms_norm_input_quant(norm, x, r, linear)[1], backend="aot_eager")
+    assert torch.equal(compiled(x, traced), wanted) and torch.equal(traced, signs(seed=2))
+
+
 def test_silu_mul(adapter):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(4, 2 * HIDDEN, generator=generator).to(torch.bfloat16).to(DEVICE)

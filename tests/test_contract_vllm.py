@@ -137,7 +137,7 @@ def test_gemma_norm_is_not_taken_for_a_plain_one(config, adapter):
     [
         ([], NormRounding("before_and_after_weight", False)),
         (["native"], NormRounding("before_and_after_weight", False)),
-        (["vllm_c", "native"], NormRounding("after_weight", True)),
+        (["vllm_c", "native"], NormRounding("after_weight", True, in_place=True)),
         (["oink", "native"], None),
     ],
 )

@@ -25,10 +25,11 @@ NO_KEY = "the consumer takes no quantized input"
 
 
 class NormRounding(NamedTuple):
-    """Rounding policy of `tq.rms_norm`, see there."""
+    """Rounding policy of `tq.rms_norm`, see there. in_place: the plain norm writes the sum over the residual."""
 
     rounding: str
     round_residual: bool
+    in_place: bool = False
 
 
 class Adapter(Protocol):
@@ -176,12 +177,18 @@ def _rms_norm_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any] |
     options: dict[str, Any] = {"rounding": found.rounding}
     if has_residual:
         options["round_residual"] = found.round_residual
+        options["in_place"] = found.in_place
     return options
 
 
 def _rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
-    # Out of place: the caller, and whoever observes, may still need the residual from before the addition.
-    kwargs = options if residual is None else {**options, "residual": residual}
+    if residual is None:
+        return tq.rms_norm, (x, attribute(norm, "weight"), norm.variance_epsilon), options
+    kwargs = {**options, "residual": residual}
+    # As the plain norm does, which saves an allocation in each call. Not where code is traced, which wants values and
+    # no writes, nor for an observer, who is promised the residual from before the addition.
+    if kwargs.pop("in_place") and not boundaries.observers and not torch.compiler.is_compiling():
+        kwargs["residual_out"] = residual
     return tq.rms_norm, (x, attribute(norm, "weight"), norm.variance_epsilon), kwargs
 
 

@@ -34,7 +34,7 @@ def unsupported_version() -> str | None:
 # conditions of the CUDA kernel (whole-row variance, equal dtypes) are those of the fused route already.
 _NORM_ROUNDING = {
     "native": NormRounding("before_and_after_weight", False),
-    "vllm_c": NormRounding("after_weight", True),
+    "vllm_c": NormRounding("after_weight", True, in_place=True),
 }
 
 # bf16(bf16(silu(gate)) * up) is what both the module's torch formula and `_C.silu_and_mul` compute.
