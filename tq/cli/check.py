@@ -17,7 +17,9 @@ from rich.progress import track
 from rich.table import Table
 
 import tq
-from tq.bench.cases import Case, cases
+from tq.bench import timing
+from tq.bench.cases import bytes_of, cases
+from tq.bench.peers import PEERS
 from tq.cli import smollm2
 from tq.kernels.plan import prepare
 from tq.kernels.producer import PRODUCERS, Producer
@@ -26,6 +28,7 @@ from tq.kernels.producer import PRODUCERS, Producer
 # sixteenth of a code's spacing. It moves the error by that much, and the code in about one element of 10^5.
 MAX_WORST_ULPS = 0.5 + 2.0**-4 + 1e-5
 CODES_PER_DIFFERENCE = 10**5
+MEASURED_TOKENS = 8192
 
 
 class Input(NamedTuple):
@@ -141,24 +144,22 @@ def examine(given: Input, finding: Finding) -> None:
 
 
 def measure(finding: Finding) -> None:
-    """Adds device time at 8192 tokens of the largest size, the share of the bandwidth, and vLLM's op."""
-    from tq.bench.cases import bytes_of
-    from tq.bench.peers import PEERS
-    from tq.bench.timing import copies_of, device_time_us, measured_bandwidth
-
-    case: Case = [c for c in cases(tokens=(8192,)) if (c.name, c.scheme) == (finding.producer, finding.scheme)][-1]
+    """Adds device time for many tokens of the last size, the share of the bandwidth, and vLLM's op."""
+    candidates = cases(tokens=(MEASURED_TOKENS,))
+    case = [c for c in candidates if (c.name, c.scheme) == (finding.producer, finding.scheme)][-1]
     first = case.prepare(torch.bfloat16, "cuda")
-    sets = [first, *(case.prepare(torch.bfloat16, "cuda") for _ in range(copies_of(bytes_of(first)) - 1))]
+    copies = timing.copies_of(bytes_of(first))
+    sets = [first, *(case.prepare(torch.bfloat16, "cuda") for _ in range(copies - 1))]
     for name in ("tq", "vllm"):
         peers = [PEERS[name](prepared) for prepared in sets]
         if peers[0] is None:
             continue
-        time_us, _ = device_time_us([peer.call for peer in peers if peer is not None])
+        time_us, _ = timing.device_time_us([peer.call for peer in peers if peer is not None])
         if name == "vllm":
             finding.vllm_us = time_us
         else:
             finding.time_us = time_us
-            finding.bandwidth_share = bytes_of(first) / time_us * 1e6 / measured_bandwidth()
+            finding.bandwidth_share = bytes_of(first) / time_us * 1e6 / timing.measured_bandwidth()
 
 
 def show(console: Console, findings: list[Finding]) -> None:

@@ -187,7 +187,7 @@ def _rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, op
     kwargs = {**options, "residual": residual}
     # As the plain norm does, which saves an allocation in each call. Not where code is traced, which wants values and
     # no writes, nor for an observer, who is promised the residual from before the addition.
-    if kwargs.pop("in_place") and not boundaries.observers and not torch.compiler.is_compiling():
+    if kwargs.pop("in_place") and not torch.compiler.is_compiling() and not boundaries.observers:
         kwargs["residual_out"] = residual
     return tq.rms_norm, (x, attribute(norm, "weight"), norm.variance_epsilon), kwargs
 
