@@ -76,9 +76,8 @@ def test_calls_that_differ_are_not_taken_for_each_other():
         plan._plans.clear()
         wanted.append(copied(case.run()))
     plan._plans.clear()
-    for _ in range(2):
-        for case, want in zip(cases, wanted, strict=True):
-            assert_equal_results(case.run(), want)
+    for case, want in [*zip(cases, wanted, strict=True)] * 2:
+        assert_equal_results(case.run(), want)
     assert len(plan._plans) >= len(cases) * 0.9
 
 

@@ -128,6 +128,8 @@ def test_the_reference_quantizes_as_the_oracle(scheme, dtype):
     found, group = tq.SCHEMES[scheme], tq.SCHEMES[scheme].group or 128
     y = torch.randn(64, 4 * group) * torch.exp2(torch.randint(-12, 12, (64, 4)).repeat_interleave(group, 1).float())
     y[::3] = torch.round(y[::3] * 8) / 8
+    # NaN and infinities, alone in a group, beside each other, and as a whole group; a group of zeros.
+    y[7, 3], y[8, group + 1], y[9, 0], y[9, 1], y[10, :group], y[11] = *[torch.nan, torch.inf] * 2, torch.nan, 0.0
     y = y.to(dtype).float().to(DEVICE)
     scale = None if found.dynamic else torch.tensor([0.37], device=DEVICE)
     codes, scales = found.reference(y, ScaleInputs(scale, None, found.min_scale))
@@ -170,17 +172,17 @@ def tilings(case: Case) -> list[tuning.RowConfig]:
     size = max(triton.next_power_of_2(case.hidden_size), least)
     half, quarter = max(size // 2, least), max(size // 4, least)
     tiles = -(-case.hidden_size // quarter)
-    found = [(1, size, 1, 4), (2, size, 1, 4), (8, half, 2, 4), (4, quarter, tiles, 4), (8, quarter, tiles + 1, 2)]
+    found = [(1, size, 1, 4), (2, size, 1, 4), (4, half, 2, 4), (2, quarter, tiles, 4), (8, quarter, tiles + 1, 2)]
     if not launch.needs_whole_row(case.producer, case.scheme):
-        found += [(4, least, 1, 1), (8, half, 1, 1), (4, least, 2, 1)]
+        found += [(4, least, 1, 1), (8, half, 1, 1), (2, least, 2, 1)]
     return [tuning.RowConfig(*config) for config in found]
 
 
-@pytest.mark.parametrize(("scheme", "layout"), SCHEME_LAYOUTS)
+@pytest.mark.parametrize(("scheme", "layout"), [(name, found.layouts[-1].name) for name, found in tq.SCHEMES.items()])
 @pytest.mark.parametrize("producer", tq.PRODUCERS)
 def test_every_tiling_gives_the_same_bits(producer, scheme, layout):
     """Of halves of small integers the sum of squares is exact, so its order cannot show."""
-    case = make(producer, scheme, 5, "ragged", layout=layout)
+    case = make(producer, scheme, 4, "ragged", layout=layout)
 
     def halves(tensor):
         return (torch.randint(-6, 7, tensor.shape, device=DEVICE) / 2).to(tensor.dtype)
@@ -201,8 +203,8 @@ def test_every_tiling_gives_the_same_bits(producer, scheme, layout):
 def test_a_row_is_the_same_in_every_batch(producer, scheme):
     alone = make(producer, scheme, 1, "ragged")
     want = alone.run()
-    for rows in (2, 17, 64):
-        for position in {0, rows // 2, rows - 1}:
+    for rows, positions in ((2, (1,)), (17, (0, 8)), (64, (63,))):
+        for position in positions:
             batch = make(producer, scheme, rows, "ragged")
             for value, row in zip(
                 [*batch.arguments, *batch.options.values()], [*alone.arguments, *alone.options.values()], strict=True
