@@ -266,7 +266,7 @@ def assert_matches(case: Case, got: Result, want: Result) -> None:
         return assert_equal_results(got, want)
     scheme, allowed = case.scheme, -(-got.codes.numel() // 10_000)
     assert_codes(scheme, got.codes, want.codes, want.activation.scale, f"{got.label}: codes", allowed)
-    scales, expected = float64(got.activation.scale), float64(want.activation.scale)
+    scales, expected = float64(got.activation.scales()), float64(want.activation.scales())
     assert scales.shape == expected.shape, f"{got.label}: scales {scales.shape} in place of {expected.shape}"
     far = np.abs(scales - expected) > 2.0**-21 * np.abs(expected)
     assert np.isfinite(scales).all() and not far.any(), f"{got.label}: scales {scales[far]}, not {expected[far]}"

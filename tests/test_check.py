@@ -82,16 +82,30 @@ def test_a_flipped_sign_shows_in_the_error(producer, scheme):
     assert report.worst_ulps > 8 and report.snr_db < before.snr_db - 1
 
 
+def with_scale(activation: tq.QuantizedActivation, row: int, group: int, value: float) -> tq.QuantizedActivation:
+    """The activation with one scale (that of a static scheme) replaced."""
+    scheme = tq.SCHEMES[activation.scheme]
+    if activation.layout != "packed":
+        scale = activation.scale.clone()
+        scale[(row, group) if scheme.dynamic else 0] = value
+        return dataclasses.replace(activation, scale=scale)
+    (layout,) = scheme.layouts
+    stored = layout.unpack(activation.scale, scheme.groups(activation.data.shape[-1])).clone()
+    # UE8M0 has one byte for all that is no number, and none for zero: 2^-127 is read as zero.
+    stored[row, group] = 0 if value == 0 else 255 if not math.isfinite(value) else int(math.log2(value)) + 127
+    scale = layout.allocate(*stored.shape, stored.device)
+    layout.pack(stored, scale)
+    return dataclasses.replace(activation, scale=scale)
+
+
 @pytest.mark.parametrize("group", [0, -1])
 @every_pair
 def test_a_doubled_scale(producer, scheme, group):
     """Also the one that the caller gave: it is part of what the activation says."""
     case = make(producer, scheme)
     activation = case.run().activation
-    scale = activation.scale.clone()
-    place = (BAD, group) if case.scheme.dynamic else 0
-    scale[place] = scale[place] * 2.0
-    report = case.check(dataclasses.replace(activation, scale=scale))
+    wrong = 2.0 * activation.scales()[BAD if case.scheme.dynamic else 0, group]
+    report = case.check(with_scale(activation, BAD, group, float(wrong)))
     assert not report.ok and report.nonfinite_scales == 0
     if case.scheme.dynamic:
         assert report.column("wrong_scales").tolist() == only_in(BAD, 1.0)
@@ -104,9 +118,7 @@ def test_a_doubled_scale(producer, scheme, group):
 def test_a_scale_that_is_no_scale(producer, scheme, value):
     case = make(producer, scheme)
     activation = case.run().activation
-    scale = activation.scale.clone()
-    scale[BAD, -1] = value
-    report = case.check(dataclasses.replace(activation, scale=scale))
+    report = case.check(with_scale(activation, BAD, -1, value))
     assert not report.ok and report.column("wrong_scales").tolist() == only_in(BAD, 1.0)
     assert report.column("nonfinite_scales").tolist() == (NOTHING if value == 0.0 else only_in(BAD, 1.0))
     good = [row for row in range(ROWS) if row != BAD]
@@ -157,7 +169,7 @@ def test_its_numbers_are_those_of_float64(producer, scheme):
     activation, report = case.run().activation, case.check()
     y, code = truth(case.producer, case.arguments, case.options), FORMATS[case.scheme.code.name]
     groups = case.scheme.groups(case.hidden_size)
-    scale = np.broadcast_to(float64(activation.scale), (ROWS, groups)).repeat(case.hidden_size // groups, 1)
+    scale = np.broadcast_to(float64(activation.scales()), (ROWS, groups)).repeat(case.hidden_size // groups, 1)
     error = np.abs(code.decode(activation.data.view(torch.uint8).cpu().numpy()) * scale - y)
     ulps = (error / (code.spacing(np.minimum(np.abs(y) / scale, code.values()[-1])) * scale)).max(1)
     assert np.allclose(float64(report.column("worst_ulps")), ulps, atol=1e-4)

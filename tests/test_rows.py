@@ -156,7 +156,7 @@ def test_is_within_half_a_step_of_float64(producer, scheme, dtypes):
     activation = case.run().activation
     y, code = truth(case.producer, case.arguments, case.options), FORMATS[case.scheme.code.name]
     groups = case.scheme.groups(case.hidden_size)
-    scale = np.broadcast_to(float64(activation.scale), (16, groups)).repeat(case.hidden_size // groups, 1)
+    scale = np.broadcast_to(float64(activation.scales()), (16, groups)).repeat(case.hidden_size // groups, 1)
     decoded = code.decode(activation.data.view(torch.uint8).cpu().numpy()) * scale
     # The largest element of a dynamic group may come to lie a rounding above the largest code.
     spacing = code.spacing(np.minimum(np.abs(y) / scale, code.values()[-1])) * scale
@@ -272,7 +272,7 @@ def test_an_empty_batch_launches_nothing(producer, scheme, monkeypatch):
     assert got.codes.shape == (0, case.hidden_size)
     assert all(side.shape == (0, case.hidden_size) for side in got.side_outputs)
     if case.scheme.dynamic:
-        assert got.activation.scale.shape == (0, case.scheme.groups(case.hidden_size))
+        assert got.activation.scales().shape == (0, case.scheme.groups(case.hidden_size))
     assert got.activation.dequantize().shape == (0, case.hidden_size)
 
 
@@ -311,7 +311,7 @@ def test_dequantize_rounds_once():
     x = torch.randn(4, 256, device=DEVICE).bfloat16()
     activation = tq.quantize(x, scheme="fp8_token")
     codes = FORMATS["e4m3"].decode(activation.data.view(torch.uint8).cpu().numpy())
-    want = torch.from_numpy((codes * float64(activation.scale)).astype(np.float32)).to(torch.bfloat16).to(DEVICE)
+    want = torch.from_numpy((codes * float64(activation.scales())).astype(np.float32)).to(torch.bfloat16).to(DEVICE)
     assert_same_bits(activation.dequantize(), want)
     assert activation.dequantize(torch.float16).dtype == torch.float16
 

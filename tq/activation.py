@@ -13,10 +13,10 @@ from tq.kernels.schemes import SCHEMES
 class QuantizedActivation:
     """An activation as its consumer reads it: value = decode(data) * scale.
 
-    data: codes in the scheme's torch dtype, of the producer's output shape, contiguous. scale: fp32; one element for a
-    static scheme, else [M, G] over the M = numel / hidden_size tokens in the order of `data`, strided as `layout`
-    says. orig_dtype, orig_shape: of the activation that was not written. scheme: its name in `SCHEMES`. layout: name
-    of the scale layout.
+    data: codes in the scheme's torch dtype, of the producer's output shape, contiguous. scale: one fp32 element for a
+    static scheme, else the scales of G groups of the M = numel / hidden_size tokens in the order of `data`, stored as
+    `layout` says (fp32 [M, G], or packed). orig_dtype, orig_shape: of the activation that was not written. scheme: its
+    name in `SCHEMES`. layout: name of the scale layout.
     """
 
     data: torch.Tensor
@@ -26,12 +26,18 @@ class QuantizedActivation:
     scheme: str
     layout: str
 
+    def scales(self) -> torch.Tensor:
+        """The scales by logical index whatever their layout, fp32: [M, G], or [1, 1] of a static scheme."""
+        scheme = SCHEMES[self.scheme]
+        if not scheme.dynamic:
+            return self.scale.reshape(1, 1)
+        (layout,) = (layout for layout in scheme.layouts if layout.name == self.layout)
+        return scheme.rule.reference_restore(layout.unpack(self.scale, scheme.groups(self.data.shape[-1])))
+
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """decode(data) * scale in fp32, rounded to `dtype` (default: orig_dtype), of shape orig_shape."""
         scheme = SCHEMES[self.scheme]
         codes = self.data.view(torch.uint8).reshape(-1, self.data.shape[-1])
         values = scheme.code.reference_decode(codes)
-        size = scheme.group or max(values.shape[-1], 1)
-        scale = self.scale.reshape(1, 1) if not scheme.dynamic else self.scale
-        values = values.unflatten(-1, (-1, size)) * scale.unsqueeze(-1)
+        values = values.unflatten(-1, (-1, scheme.group or max(values.shape[-1], 1))) * self.scales().unsqueeze(-1)
         return values.flatten(-2).to(dtype or self.orig_dtype).view(self.orig_shape)

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tq.kernels.codes import E4M3
 from tq.kernels.launch import run
 from tq.kernels.plan import Prepared
+from tq.kernels.schemes import AMAX_DIVIDING, AMAX_MULTIPLYING, STATIC
 
 
 class Peer(NamedTuple):
@@ -42,7 +44,8 @@ def vllm_peer(prepared: Prepared) -> Peer | None:
     """vLLM's CUDA op for this producer and scheme, its outputs allocated beforehand as in vLLM's graphs."""
     library = vllm_library()
     scheme, x = prepared.plan.scheme, prepared.arguments[0]
-    if library is None or x.device.type != "cuda" or scheme.code.name != "e4m3" or scheme.group not in (0, 64, 128):
+    plain = scheme.code is E4M3 and scheme.rule in (STATIC, AMAX_DIVIDING, AMAX_MULTIPLYING)
+    if library is None or x.device.type != "cuda" or not plain or scheme.group not in (0, 64, 128):
         return None
     shape = (prepared.plan.rows, prepared.plan.hidden_size)
     out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)

@@ -118,7 +118,7 @@ def examine(given: Input, finding: Finding) -> None:
     ours = activation.data.view(torch.uint8).view(codes.shape)
 
     size = scheme.group or codes.shape[-1]
-    scale = activation.scale.reshape(1, 1) if not scheme.dynamic else activation.scale
+    scale = activation.scales()
     scale = scale.double().repeat_interleave(size, 1) if scheme.dynamic else scale.double()
     quotient = (truth.y / scale).abs()
     spacing = torch.exp2(torch.floor(torch.log2(quotient.clamp(min=2.0**-6))) - 3)
@@ -137,7 +137,7 @@ def examine(given: Input, finding: Finding) -> None:
     # A scale one unit away moves every tie of its row; such rows are judged by the check kernel and the error.
     same_scale = torch.ones_like(codes, dtype=torch.bool)
     if scheme.dynamic:
-        same_scale = (scales == activation.scale).repeat_interleave(size, 1)
+        same_scale = (scales == activation.scales()).repeat_interleave(size, 1)
     finding.differ += int(((codes != ours) & same_scale).sum())
     for ours_side, true_side in zip(side_outputs, truth.side_outputs, strict=True):
         finding.residual_differ += int((ours_side != true_side).sum())

@@ -115,6 +115,7 @@ def check(
             producer.device,
             prepared.bound.args,
             plan.scheme.device(target_of(plan.device)),
+            plan.layout.device(plan.scheme.groups(plan.hidden_size)),
             prepared.inputs,
             tiling,
             num_warps=num_warps,

@@ -12,6 +12,7 @@ import torch
 
 from tq.activation import QuantizedActivation
 from tq.kernels import tuning
+from tq.kernels.layouts import DeviceLayout
 from tq.kernels.plan import Plan, Prepared, prepare_again
 from tq.kernels.producer import Producer, constant
 from tq.kernels.rows import Tiling, quantize_rows_kernel
@@ -42,6 +43,7 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     padded_rows: int
     scheme: DeviceScheme
+    layout: DeviceLayout
     tiling: Tiling
 
 
@@ -100,6 +102,7 @@ def launch(prepared: Prepared) -> None:
         plan.producer.device,
         prepared.bound.args,
         found.scheme,
+        found.layout,
         prepared.inputs,
         found.tiling,
         **found.options,
@@ -116,7 +119,8 @@ def find_launch(plan: Plan) -> Launch:
     grid = (-(-padded_rows // tiling.BLOCK_M.value) * tiling.PROGRAMS.value, 1, 1)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     scheme = plan.scheme.device(target_of(plan.device))
-    return Launch(quantize_rows_kernel, options, grid, padded_rows, scheme, tiling)
+    layout = plan.layout.device(plan.scheme.groups(plan.hidden_size))
+    return Launch(quantize_rows_kernel, options, grid, padded_rows, scheme, layout, tiling)
 
 
 def run_reference(prepared: Prepared) -> None:
@@ -127,9 +131,7 @@ def run_reference(prepared: Prepared) -> None:
     codes, scales = plan.scheme.reference(made.y, prepared.inputs)
     prepared.codes.view(codes.shape).copy_(codes)
     if prepared.scales is not None:
-        padded = (plan.layout.padded_rows(plan.rows), prepared.scales.shape[1])
-        prepared.scales.as_strided(padded, prepared.scales.stride()).zero_()
-        prepared.scales.copy_(scales)
+        plan.layout.pack(plan.scheme.rule.reference_store(scales), prepared.scales)
     for out, value in zip(prepared.bound.side_outputs, made.side_outputs, strict=True):
         out.copy_(value)
 

@@ -1,28 +1,65 @@
-"""Scale layouts: where the scale of token m and group g lives in memory. A layout is a name and an allocation."""
+"""Scale layouts: where the scale of token m and group g lives in memory, for the kernel and for torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 
-class Layout(NamedTuple):
-    """name; allocate(M, G, device) -> fp32 [M, G]; padded_rows(M): rows the kernel writes, those past M with zeros."""
+class DeviceLayout(NamedTuple):
+    """A layout as a kernel takes it. BYTES: offsets count bytes of the scale tensor, not its elements. GROUPS: scales
+    of a row that are written, those past the row's own with zeros."""
+
+    offset: Any
+    BYTES: tl.constexpr
+    GROUPS: tl.constexpr
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """allocate(M, G, device) -> the scale tensor as its reader sees it. padded_rows(M), padded_groups(G): how many the
+    kernel writes, those past M and G with zeros.
+
+    offset(row, group, row_stride, group_stride): jit function, place of a stored scale, from the tensor's strides.
+    unpack(scales, G) -> stored scales [M, G]; pack(stored scales, scales) fills the tensor, padding included.
+    """
 
     name: str
     allocate: Callable[[int, int, torch.device], torch.Tensor]
-    padded_rows: Callable[[int], int]
+    offset: Any
+    unpack: Callable[[torch.Tensor, int], torch.Tensor]
+    pack: Callable[[torch.Tensor, torch.Tensor], None]
+    padded_rows: Callable[[int], int] = lambda rows: rows
+    padded_groups: Callable[[int], int] = lambda groups: groups
+    in_bytes: bool = False
+
+    @lru_cache  # noqa: B019 - layouts live as long as the process
+    def device(self, groups: int) -> DeviceLayout:
+        """What a kernel takes for rows of this many groups."""
+        return DeviceLayout(self.offset, tl.constexpr(self.in_bytes), tl.constexpr(self.padded_groups(groups)))
 
 
-def _same(rows: int) -> int:
-    return rows
+def align4(count: int) -> int:
+    """`count` rounded up to 4: a TMA descriptor needs strides of 16 bytes, and a word has 4 bytes."""
+    return (count + 3) // 4 * 4
 
 
-def align_tma(rows: int) -> int:
-    """`rows` rounded up to 4: a TMA descriptor needs strides of 16 bytes."""
-    return (rows + 3) // 4 * 4
+@triton.jit
+def strided_offset(row, group, row_stride, group_stride):
+    """Element of a tensor [M, G]."""
+    return row * row_stride + group.to(tl.int64) * group_stride
+
+
+@triton.jit
+def packed_offset(row, group, row_stride, group_stride):
+    """Byte of an int32 tensor [M, G / 4]: group g is byte g % 4 of word g / 4, the lowest first."""
+    return (row * row_stride + (group // 4).to(tl.int64) * group_stride) * 4 + group % 4
 
 
 def _row_major(rows: int, groups: int, device: torch.device) -> torch.Tensor:
@@ -34,9 +71,51 @@ def _column_major(rows: int, groups: int, device: torch.device) -> torch.Tensor:
 
 
 def _tma_aligned(rows: int, groups: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((groups, align_tma(rows)), dtype=torch.float32, device=device)[:, :rows].t()
+    return torch.empty((groups, align4(rows)), dtype=torch.float32, device=device)[:, :rows].t()
 
 
-ROW_MAJOR = Layout("row_major", _row_major, _same)  # stride (G, 1)
-COLUMN_MAJOR = Layout("column_major", _column_major, _same)  # stride (1, M): CUTLASS block-scaled GEMM
-TMA_ALIGNED = Layout("tma_aligned", _tma_aligned, align_tma)  # stride (1, A), A = M rounded up to 4: DeepGEMM
+def _packed(rows: int, groups: int, device: torch.device) -> torch.Tensor:
+    words = align4(groups) // 4
+    return torch.empty((words, align4(rows)), dtype=torch.int32, device=device)[:, :rows].t()
+
+
+def _as_is(scales: torch.Tensor, groups: int) -> torch.Tensor:
+    return scales
+
+
+def _copy(stored: torch.Tensor, scales: torch.Tensor) -> None:
+    scales.copy_(stored)
+
+
+def _whole(scales: torch.Tensor) -> torch.Tensor:
+    """A TMA-aligned tensor with its padding rows."""
+    return scales.as_strided((align4(scales.shape[0]), scales.shape[1]), scales.stride())
+
+
+def _copy_aligned(stored: torch.Tensor, scales: torch.Tensor) -> None:
+    _whole(scales).zero_()
+    scales.copy_(stored)
+
+
+def _unpack(scales: torch.Tensor, groups: int) -> torch.Tensor:
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+    return (scales.unsqueeze(-1) >> shifts).bitwise_and(0xFF).to(torch.uint8).flatten(-2)[:, :groups]
+
+
+def _pack(stored: torch.Tensor, scales: torch.Tensor) -> None:
+    _whole(scales).zero_()
+    padded = torch.zeros(stored.shape[0], 4 * scales.shape[1], dtype=torch.uint8, device=stored.device)
+    padded[:, : stored.shape[1]] = stored
+    scales.copy_(padded.view(torch.int32))
+
+
+# fp32 [M, G]: stride (G, 1).
+ROW_MAJOR = Layout("row_major", _row_major, strided_offset, _as_is, _copy)
+# fp32 [M, G]: stride (1, M). CUTLASS block-scaled GEMM.
+COLUMN_MAJOR = Layout("column_major", _column_major, strided_offset, _as_is, _copy)
+# fp32 [M, G]: stride (1, A), A = M rounded up to 4. DeepGEMM on Hopper.
+TMA_ALIGNED = Layout("tma_aligned", _tma_aligned, strided_offset, _as_is, _copy_aligned, padded_rows=align4)
+# int32 [M, ceil(G / 4)]: stride (1, A); four UE8M0 bytes a word, missing groups 0. DeepGEMM on Blackwell.
+PACKED = Layout(
+    "packed", _packed, packed_offset, _unpack, _pack, padded_rows=align4, padded_groups=align4, in_bytes=True
+)

@@ -113,21 +113,41 @@ def fit_groups(y, row_scale, scheme, given):
 
 
 @triton.jit
-def scale_places(scales, row_stride, group_stride, row, t: tl.constexpr, scheme, tiling):
+def scale_pointer(scales, layout):
+    """Where offsets of the layout count from."""
+    if layout.BYTES:
+        return scales.to(tl.pointer_type(tl.uint8), bitcast=True)
+    return scales
+
+
+@triton.jit
+def scale_places(scales, row_stride, group_stride, row, t: tl.constexpr, scheme, layout, tiling):
     """(address, whether it exists) of the scales of tile t, [BLOCK_M, groups, 1]."""
     if scheme.GROUP <= 0:
         group = tl.zeros([1, 1, 1], tl.int32)
     else:
         groups: tl.constexpr = tiling.BLOCK_N // scheme.GROUP
         group = (tl.arange(0, groups) + first_of(t, groups, tiling))[None, :, None]
-    address = scales + row[:, :, None] * row_stride + group.to(tl.int64) * group_stride
+    address = scale_pointer(scales, layout) + layout.offset(row[:, :, None], group, row_stride, group_stride)
     return address, group * scheme.GROUP < tiling.N
+
+
+@triton.jit
+def clear_missing_groups(scales, row_stride, group_stride, row, padded_M, scheme, layout, tiling):
+    """Zeros for the scales of groups that a row does not have and its layout does; by the first program of a row."""
+    groups: tl.constexpr = tiling.N // scheme.GROUP
+    if groups < layout.GROUPS:
+        group = (tl.arange(0, 4) + groups)[None, :]
+        address = scale_pointer(scales, layout) + layout.offset(row, group, row_stride, group_stride)
+        end = tl.where(tl.program_id(0) % tiling.PROGRAMS == 0, padded_M, 0)
+        missing = (group < layout.GROUPS) & (row < end)
+        tl.store(address, tl.zeros([tiling.BLOCK_M, 4], tl.uint8), mask=missing)
 
 
 # One binary serves every number of rows and every scale layout.
 @triton.jit(do_not_specialize=["scale_row_stride", "scale_group_stride", "M", "padded_M"])
 def quantize_rows_kernel(
-    codes, scales, scale_row_stride, scale_group_stride, M, padded_M, producer, args, scheme, inputs, tiling
+    codes, scales, scale_row_stride, scale_group_stride, M, padded_M, producer, args, scheme, layout, inputs, tiling
 ):
     """store(quantize(produce(args), scheme)). Rows in [M, padded_M) exist for the scales alone and are zero."""
     given = scheme.rule.load(inputs)
@@ -142,8 +162,11 @@ def quantize_rows_kernel(
         tile_codes = tl.reshape(tile_codes, [tiling.BLOCK_M, tiling.BLOCK_N])
         tl.store(codes + (row * tiling.N + col), tile_codes, mask=(row < M) & inside(t, col, tiling))
         if scheme.GROUP > 0 or (scheme.GROUP == 0 and t == 0):
-            address, exists = scale_places(scales, scale_row_stride, scale_group_stride, row, t, scheme, tiling)
-            tl.store(address, tl.where(row[:, :, None] < M, scale, 0.0), mask=exists & (row[:, :, None] < padded_M))
+            address, exists = scale_places(scales, scale_row_stride, scale_group_stride, row, t, scheme, layout, tiling)
+            stored = tl.where(row[:, :, None] < M, scheme.rule.store(scale), 0)
+            tl.store(address, stored, mask=exists & (row[:, :, None] < padded_M))
+    if scheme.GROUP > 0:
+        clear_missing_groups(scales, scale_row_stride, scale_group_stride, row, padded_M, scheme, layout, tiling)
 
 
 # Columns of the report of check_rows_kernel.
@@ -158,7 +181,7 @@ def total(values):
 
 @triton.jit(do_not_specialize=["scale_row_stride", "scale_group_stride", "M"])
 def check_rows_kernel(
-    codes, scales, scale_row_stride, scale_group_stride, report, M, producer, args, scheme, inputs, tiling
+    codes, scales, scale_row_stride, scale_group_stride, report, M, producer, args, scheme, layout, inputs, tiling
 ):
     """compare(decode(codes) * scales, produce(args)): one row of `report` (fp32 [M, len(REPORT)]) per token.
 
@@ -180,9 +203,10 @@ def check_rows_kernel(
         mask = grouped(mask.broadcast_to(tiling.BLOCK_M, tiling.BLOCK_N), scheme, tiling)
         y = grouped(y_tiles[t], scheme, tiling)
         fitted = fit_groups(y, row_scale, scheme, given)
-        address, exists = scale_places(scales, scale_row_stride, scale_group_stride, row, t, scheme, tiling)
+        address, exists = scale_places(scales, scale_row_stride, scale_group_stride, row, t, scheme, layout, tiling)
         exists = exists & (row[:, :, None] < M)
-        stored = tl.load(address, mask=exists, other=1.0)
+        stored = scheme.rule.restore(tl.load(address, mask=exists, other=0))
+        stored = tl.where(exists, stored, 1.0)
         if scheme.GROUP > 0 or t == 0:
             wrong_scales += total(exists & (stored != fitted))
             nonfinite += total(exists & ((stored != stored) | (tl.abs(stored) == float("inf"))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tq.kernels.codes import E4M3, Code, DeviceCode
 from tq.kernels.device import divide, exact_reciprocal
-from tq.kernels.layouts import COLUMN_MAJOR, ROW_MAJOR, TMA_ALIGNED, Layout
+from tq.kernels.layouts import COLUMN_MAJOR, PACKED, ROW_MAJOR, TMA_ALIGNED, Layout
 from tq.kernels.target import Target
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -35,15 +35,24 @@ class DeviceRule(NamedTuple):
     load: Any
     fit: Any
     scaled: Any
+    store: Any
+    restore: Any
+
+
+@triton.jit
+def store_fp32(scale):
+    """A scale stored as it is."""
+    return scale
 
 
 @dataclass(frozen=True, eq=False)
 class ScaleRule:
-    """How scales are made and applied, as jit functions and as torch.
+    """How scales are made, applied and stored, as jit functions and as torch.
 
     load(inputs) -> given: reads `ScaleInputs` first thing in a kernel, so that the latency overlaps that of the rows;
     fit(amax, given, MAX) -> scale, for a tile of amax; scaled(y, scale) -> what is encoded. The `reference_` functions
     are the torch form of the same arithmetic: (amax, ScaleInputs, MAX) -> scale and (y, scale) -> what is encoded.
+    store(scale) -> what the scale tensor holds, restore the inverse; fp32 by default.
     """
 
     load: Any
@@ -51,6 +60,10 @@ class ScaleRule:
     scaled: Any
     reference_fit: Callable[[torch.Tensor, ScaleInputs, float], torch.Tensor]
     reference_scaled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    store: Any = store_fp32
+    restore: Any = store_fp32
+    reference_store: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale
+    reference_restore: Callable[[torch.Tensor], torch.Tensor] = lambda stored: stored
 
 
 @triton.jit
@@ -92,6 +105,31 @@ def scaled_by_division(y, scale):
     return divide(y, scale, exact_reciprocal(scale))
 
 
+@triton.jit
+def fit_power_of_two(amax, given, MAX: tl.constexpr):
+    """The smallest power of two that is at least `fit_amax`, from its bits: exact where a logarithm is not."""
+    bits = fit_amax(amax, given, MAX).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled_by_power_of_two(y, scale):
+    """y / scale, exactly: the exponent of the reciprocal is 254 less the one of the scale."""
+    return y * (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_ue8m0(scale):
+    """The biased exponent of a power of two, one byte."""
+    return (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.uint8)
+
+
+@triton.jit
+def restore_ue8m0(stored):
+    """2^(byte - 127)"""
+    return (stored.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+
+
 def reference_fit_static(amax: torch.Tensor, inputs: ScaleInputs, code_max: float) -> torch.Tensor:
     if inputs.scale is None:
         raise ValueError("fit_static: scale must be given, got None")
@@ -114,12 +152,35 @@ def reference_scaled_by_reciprocal(y: torch.Tensor, scale: torch.Tensor) -> torc
     return y * (torch.ones_like(scale) / scale)
 
 
+def reference_fit_power_of_two(amax: torch.Tensor, inputs: ScaleInputs, code_max: float) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(reference_fit_amax(amax, inputs, code_max))
+    return torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+
+
+def reference_store_ue8m0(scale: torch.Tensor) -> torch.Tensor:
+    return (torch.frexp(scale).exponent + 126).to(torch.uint8)
+
+
+def reference_restore_ue8m0(stored: torch.Tensor) -> torch.Tensor:
+    return torch.ldexp(torch.ones(stored.shape, device=stored.device), stored.int() - 127)
+
+
 # vLLM's static and group quantizers multiply by the reciprocal of the scale, its per-token quantizer divides; on a tie
 # of the code the two differ.
 STATIC = ScaleRule(load_static, fit_static, scaled_by_reciprocal, reference_fit_static, reference_scaled_by_reciprocal)
 AMAX_DIVIDING = ScaleRule(load_amax, fit_amax, scaled_by_division, reference_fit_amax, reference_scaled_by_division)
 AMAX_MULTIPLYING = ScaleRule(
     load_amax, fit_amax, scaled_by_reciprocal, reference_fit_amax, reference_scaled_by_reciprocal
+)
+POWER_OF_TWO = ScaleRule(
+    load_amax, fit_power_of_two, scaled_by_power_of_two, reference_fit_power_of_two, lambda y, scale: y / scale
+)
+UE8M0 = replace(
+    POWER_OF_TWO,
+    store=store_ue8m0,
+    restore=restore_ue8m0,
+    reference_store=reference_store_ue8m0,
+    reference_restore=reference_restore_ue8m0,
 )
 
 
@@ -178,7 +239,7 @@ class Scheme:
     def device(self, target: Target) -> DeviceScheme:
         """The jit functions and constants that a kernel for `target` takes."""
         group = {"tensor": -1, "token": 0, "group": self.group}[self.granularity]
-        rule = DeviceRule(self.rule.load, self.rule.fit, self.rule.scaled)
+        rule = DeviceRule(self.rule.load, self.rule.fit, self.rule.scaled, self.rule.store, self.rule.restore)
         return DeviceScheme(self.code.device(target.native_e4m3), rule, tl.constexpr(group))
 
     def reference(self, y: torch.Tensor, inputs: ScaleInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,3 +294,16 @@ FP8_GROUP128 = register_scheme(
         layouts=(ROW_MAJOR, COLUMN_MAJOR, TMA_ALIGNED),
     )
 )
+FP8_GROUP64 = register_scheme(replace(FP8_GROUP128, name="fp8_group64", group=64))
+# DeepGEMM's scales on Hopper: fp32, rounded up to a power of two. vLLM keeps amax and then the scale above 1e-10.
+FP8_GROUP128_POW2 = register_scheme(
+    replace(
+        FP8_GROUP128,
+        name="fp8_group128_pow2",
+        rule=POWER_OF_TWO,
+        min_scale=float(torch.tensor(1e-10)),
+        layouts=(TMA_ALIGNED, COLUMN_MAJOR, ROW_MAJOR),
+    )
+)
+# DeepGEMM's scales on Blackwell: the exponents alone, four to a word.
+FP8_GROUP128_UE8M0 = register_scheme(replace(FP8_GROUP128, name="fp8_group128_ue8m0", rule=UE8M0, layouts=(PACKED,)))

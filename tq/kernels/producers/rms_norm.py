@@ -25,7 +25,7 @@ from tq.kernels.producer import (
     register_producer,
     round_through,
 )
-from tq.kernels.schemes import VLLM_MIN_SCALE, Scheme
+from tq.kernels.schemes import AMAX_MULTIPLYING, VLLM_MIN_SCALE, Scheme
 
 ROUNDINGS = ("none", "after_weight", "before_and_after_weight")
 
@@ -160,7 +160,11 @@ def replaces(scheme: Scheme) -> Replaced:
     options = {"rounding": "before_and_after_weight", "round_residual": False}
     if scheme.granularity == "token":
         return Replaced("_C.rms_norm_dynamic_per_token_quant", options)
-    return Replaced("_C.rms_norm_per_block_quant", options, VLLM_MIN_SCALE)
+    if scheme.rule is AMAX_MULTIPLYING:
+        return Replaced("_C.rms_norm_per_block_quant", options, VLLM_MIN_SCALE)
+    # No fused op has these scales: what the norm and the group quantizer give one after the other.
+    options = {"rounding": "after_weight", "round_residual": True}
+    return Replaced("_C.(fused_add_)rms_norm + _C.per_token_group_fp8_quant", options)
 
 
 def example(rows: int, hidden_size: int, dtype: torch.dtype, device: Any) -> tuple[tuple, dict[str, Any]]:
@@ -209,7 +213,8 @@ def rms_norm(
     Raises ValueError for eps <= 0 or shapes, strides or devices that do not fit; options and errors common to all
     producers are those of `tq.kernels.launch.call`.
     Source: vLLM 0.33 `_C.(fused_add_)rms_norm_static_fp8_quant` (fp8_tensor), `_C.rms_norm_dynamic_per_token_quant`
-    (fp8_token), `_C.rms_norm_per_block_quant` (fp8_group128).
+    (fp8_token), `_C.rms_norm_per_block_quant` (fp8_group64, fp8_group128); elsewhere the plain norm followed by the
+    quantizer.
     """
     return RMS_NORM(
         x,

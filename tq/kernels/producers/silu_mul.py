@@ -22,7 +22,7 @@ from tq.kernels.producer import (
     register_producer,
     round_through,
 )
-from tq.kernels.schemes import VLLM_MIN_SCALE, Scheme
+from tq.kernels.schemes import AMAX_MULTIPLYING, VLLM_MIN_SCALE, Scheme
 
 ROUNDINGS = ("none", "product", "activation_and_product")
 
@@ -67,13 +67,14 @@ def reference(x: torch.Tensor, *, rounding: str, precision: torch.dtype = torch.
 
 
 def replaces(scheme: Scheme) -> Replaced:
-    if scheme.granularity == "group":
+    if scheme.granularity == "group" and scheme.rule is AMAX_MULTIPLYING:
         return Replaced("_C.silu_and_mul_per_block_quant", {"rounding": "none"}, VLLM_MIN_SCALE)
-    if scheme.granularity == "token":
-        return Replaced(
-            "_C.silu_and_mul + _C.dynamic_per_token_scaled_fp8_quant", {"rounding": "activation_and_product"}
-        )
-    return Replaced("_C.silu_and_mul_quant", {"rounding": "activation_and_product"})
+    op = {
+        "tensor": "_C.silu_and_mul_quant",
+        "token": "_C.silu_and_mul + _C.dynamic_per_token_scaled_fp8_quant",
+        "group": "_C.silu_and_mul + _C.per_token_group_fp8_quant",
+    }[scheme.granularity]
+    return Replaced(op, {"rounding": "activation_and_product"})
 
 
 def example(rows: int, hidden_size: int, dtype: torch.dtype, device: Any) -> tuple[tuple, dict[str, Any]]:
@@ -93,8 +94,7 @@ def silu_mul(x: torch.Tensor, *, scheme: str, rounding: str | None = None, **opt
     Shapes: x [..., 2N] bf16, fp16 or fp32, last stride 1; data [..., N], N at most 32768.
     Rounding: "none" keeps fp32, "product" rounds y to x's dtype, "activation_and_product" rounds silu(gate) too; None
     is what the replaced op does. Options and errors common to all producers are those of `tq.kernels.launch.call`.
-    Source: vLLM 0.33 `_C.silu_and_mul_quant` (fp8_tensor), `_C.silu_and_mul` then
-    `_C.dynamic_per_token_scaled_fp8_quant` (fp8_token), `_C.silu_and_mul_per_block_quant` (fp8_group128); the
-    exponential may differ in its last bits.
+    Source: vLLM 0.33 `_C.silu_and_mul_quant` (fp8_tensor), `_C.silu_and_mul_per_block_quant` (fp8_group64,
+    fp8_group128), elsewhere `_C.silu_and_mul` followed by the quantizer; the exponential may differ in its last bits.
     """
     return SILU_MUL(x, scheme=scheme, rounding=rounding, **options)
