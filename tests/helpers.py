@@ -24,6 +24,24 @@ FLT_MAX = np.finfo(np.float32).max
 SCHEME_LAYOUTS = [(scheme.name, layout.name) for scheme in tq.SCHEMES.values() for layout in scheme.layouts]
 
 
+def covering_pairs() -> list[tuple[str, str]]:
+    """Every producer with a scheme of each granularity, and every other scheme with a producer in turn.
+
+    What a pair does follows from its parts, so that not all of them need be tried everywhere.
+    """
+    producers, of_granularity = list(tq.PRODUCERS), {}
+    for name, scheme in tq.SCHEMES.items():
+        of_granularity.setdefault(scheme.granularity, name)
+    others = [name for name in tq.SCHEMES if name not in of_granularity.values()]
+    pairs = [(producer, scheme) for producer in producers for scheme in of_granularity.values()]
+    return pairs + [(producers[i % len(producers)], scheme) for i, scheme in enumerate(others)]
+
+
+PAIRS = covering_pairs()
+ALL_PAIRS = [(producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
+PAIR_LAYOUTS = [(producer, scheme, layout.name) for producer, scheme in PAIRS for layout in tq.SCHEMES[scheme].layouts]
+
+
 class SmallFloat(NamedTuple):
     """A float format of one byte, sign bit on top, in float64 arithmetic. `largest`: code of the largest value."""
 
@@ -128,8 +146,25 @@ def names(producer: tq.Producer) -> tuple[str, ...]:
 
 # How y meets its scale, and how the scale is made; a scheme that is not here is compared with its own reference.
 STATIC, TOKEN, GROUP = "y * (1 / given)", "y / (amax / 448)", "y * (1 / (amax / 448))"
-ORACLES = {"fp8_tensor": STATIC, "fp8_token": TOKEN, "fp8_group128": GROUP}
+POWER = "y / 2^ceil(log2(amax / 448))"
+ORACLES = {
+    "fp8_tensor": STATIC,
+    "fp8_token": TOKEN,
+    "fp8_group128": GROUP,
+    "fp8_group64": GROUP,
+    "fp8_group128_pow2": POWER,
+    "fp8_group128_ue8m0": POWER,
+}
 DYNAMIC_SCHEMES = [name for name in ORACLES if tq.SCHEMES[name].dynamic]
+
+
+def as_stored(scheme: str, scale: Any) -> np.ndarray:
+    """A scale as the scheme keeps it: rounded up to a power of two where it does that."""
+    scale = np.asarray(scale, np.float32)
+    if ORACLES[scheme] is not POWER:
+        return scale
+    mantissa, exponent = np.frexp(scale)
+    return np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
 
 
 def scaled_by_oracle(
@@ -145,11 +180,13 @@ def scaled_by_oracle(
         amax = np.nan_to_num(np.abs(grouped), nan=0.0, posinf=np.inf).max(-1)
         limit = FLT_MAX if scale_ub is None else np.float32(scale_ub)
         least = np.float32(found.min_scale if min_scale is None else min_scale)
-        scales = np.maximum(np.minimum(amax, limit) / np.float32(448), least)
+        scales = as_stored(scheme, np.maximum(np.minimum(amax, limit) / np.float32(448), least))
         if ORACLES[scheme] is GROUP:
             quotient = grouped * (one / scales[..., None])
         else:
-            quotient = np.where(np.isinf(grouped), np.float32(np.nan), grouped / scales[..., None])
+            quotient = grouped / scales[..., None]
+            if ORACLES[scheme] is TOKEN:
+                quotient = np.where(np.isinf(grouped), np.float32(np.nan), quotient)
     return code.encode(quotient).reshape(y.shape), scales
 
 

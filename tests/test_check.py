@@ -8,7 +8,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, FORMATS, SCHEME_LAYOUTS, Case, assert_same_bits, float64, in_nan_memory, truth, unrounded
+from helpers import (
+    DEVICE,
+    FORMATS,
+    PAIR_LAYOUTS,
+    PAIRS,
+    Case,
+    assert_same_bits,
+    float64,
+    in_nan_memory,
+    truth,
+    unrounded,
+)
 
 import tq
 from tq.kernels import check as check_module
@@ -17,7 +28,6 @@ from tq.kernels.rows import REPORT
 
 ROWS = 7
 BAD = 4  # the row that faults are planted in
-PAIRS = [(producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
 every_pair = pytest.mark.parametrize(("producer", "scheme"), PAIRS)
 
 
@@ -42,8 +52,7 @@ def only_in(row: int, number: float) -> list[float]:
 NOTHING = only_in(0, 0.0)
 
 
-@pytest.mark.parametrize(("scheme", "layout"), SCHEME_LAYOUTS)
-@pytest.mark.parametrize("producer", tq.PRODUCERS)
+@pytest.mark.parametrize(("producer", "scheme", "layout"), PAIR_LAYOUTS)
 def test_nothing_in_what_is_right(producer, scheme, layout):
     case = make(producer, scheme, layout=layout, dtype=torch.float32 if layout == "column_major" else torch.bfloat16)
     activation = case.run().activation

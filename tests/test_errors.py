@@ -7,14 +7,13 @@ import re
 import pytest
 import torch
 import triton.language as tl
-from helpers import DEVICE, Case, assert_same_bits
+from helpers import ALL_PAIRS, DEVICE, Case, assert_same_bits
 
 import tq
 from tq.kernels import launch
 
 HIDDEN = 256
-PAIRS = [(producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
-every_pair = pytest.mark.parametrize(("producer", "scheme"), PAIRS)
+every_pair = pytest.mark.parametrize(("producer", "scheme"), ALL_PAIRS)
 every_producer = pytest.mark.parametrize("producer", tq.PRODUCERS)
 dynamic_schemes = [name for name, scheme in tq.SCHEMES.items() if scheme.dynamic]
 static_schemes = [name for name, scheme in tq.SCHEMES.items() if not scheme.dynamic]

@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, SCHEME_LAYOUTS, Case, assert_matches, assert_same_bits, in_nan_memory
+from helpers import DEVICE, PAIR_LAYOUTS, PAIRS, Case, assert_matches, assert_same_bits, in_nan_memory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tq
 
 # Producers, and those that can write into a given tensor once more with one.
-FORMS = [(name, out) for name in tq.PRODUCERS for out in ((False, True) if tq.PRODUCERS[name].mutates else (False,))]
-every_form = pytest.mark.parametrize(("producer", "out"), FORMS)
-every_layout = pytest.mark.parametrize(("scheme", "layout"), SCHEME_LAYOUTS)
+FORMS = {name: (False, True) if tq.PRODUCERS[name].mutates else (False,) for name in tq.PRODUCERS}
+every_form = pytest.mark.parametrize(
+    ("producer", "scheme", "out"), [(producer, scheme, out) for producer, scheme in PAIRS for out in FORMS[producer]]
+)
+every_layout = pytest.mark.parametrize(
+    ("producer", "scheme", "layout", "out"), [(*pair, out) for pair in PAIR_LAYOUTS for out in FORMS[pair[0]]]
+)
 SHAPES = {
     "5": (5, None),
     "0": (0, None),
@@ -52,7 +56,6 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 @every_form
-@pytest.mark.parametrize("scheme", tq.SCHEMES)
 @pytest.mark.parametrize("rows", [5, 0])
 def test_opcheck(producer, out, scheme, rows):
     """The schema tells what is mutated and aliased, the fake agrees, and tracing with dynamic shapes does too."""
@@ -60,7 +63,6 @@ def test_opcheck(producer, out, scheme, rows):
     torch.library.opcheck(op, arguments, options)
 
 
-@every_form
 @every_layout
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_fake_says_what_the_kernel_returns(producer, out, scheme, layout, shape):
@@ -82,7 +84,6 @@ def test_the_fake_says_what_the_kernel_returns(producer, out, scheme, layout, sh
     assert not given & {each.untyped_storage().data_ptr() for each in real if each.numel()}, "an output is an input"
 
 
-@every_form
 @every_layout
 def test_the_op_is_the_call(producer, out, scheme, layout):
     case = make(producer, scheme, layout, 5, out)
@@ -127,7 +128,6 @@ def tensor_options(case: Case) -> dict[str, torch.Tensor]:
     return {name: value for name, value in case.call_options().items() if isinstance(value, torch.Tensor)}
 
 
-@every_form
 @every_layout
 def test_compiled_equals_eager(producer, out, scheme, layout):
     torch._dynamo.reset()
@@ -169,7 +169,6 @@ def test_compiled_in_place(producer, scheme):
 
 
 @every_form
-@pytest.mark.parametrize("scheme", tq.SCHEMES)
 def test_one_graph_serves_every_number_of_rows(producer, out, scheme):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -192,7 +191,6 @@ def test_one_graph_serves_every_number_of_rows(producer, out, scheme):
 
 
 @every_form
-@pytest.mark.parametrize("scheme", tq.SCHEMES)
 def test_compiled_over_no_rows(producer, out, scheme):
     torch._dynamo.reset()
     case = make(producer, scheme, None, 0, out)

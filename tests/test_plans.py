@@ -7,7 +7,17 @@ import weakref
 
 import pytest
 import torch
-from helpers import DEVICE, SCHEME_LAYOUTS, Case, Result, assert_equal_results, assert_same_bits, float32, in_nan_memory
+from helpers import (
+    DEVICE,
+    PAIR_LAYOUTS,
+    PAIRS,
+    Case,
+    Result,
+    assert_equal_results,
+    assert_same_bits,
+    float32,
+    in_nan_memory,
+)
 
 import tq
 from tq.kernels import launch, plan, tuning
@@ -32,40 +42,39 @@ def copied(result: Result) -> Result:
 def different_calls() -> list[Case]:
     """Calls that differ from another one in one thing each."""
     cases = []
-    for scheme, layout in SCHEME_LAYOUTS:
-        for producer in tq.PRODUCERS.values():
-            found = tq.SCHEMES[scheme]
+    for name, scheme, layout in PAIR_LAYOUTS:
+        producer, found = tq.PRODUCERS[name], tq.SCHEMES[scheme]
 
-            def case(rows=4, size=HIDDEN, dtype=torch.bfloat16, producer=producer, found=found, layout=layout, **extra):
-                cases.append(Case(producer, found, rows, size, dtype, layout, extra))
-                return cases[-1]
+        def case(rows=4, size=HIDDEN, dtype=torch.bfloat16, producer=producer, found=found, layout=layout, **extra):
+            cases.append(Case(producer, found, rows, size, dtype, layout, extra))
+            return cases[-1]
 
-            case()
-            if layout != found.layouts[0].name:
-                continue
-            case(rows=3)
-            case(size=2 * HIDDEN)
-            case(dtype=torch.float16)
-            case().change_rows(in_nan_memory)
-            case().change_rows(lambda rows: rows.view(2, 2, -1))
-            # Half a vector further on, so that what is aligned is no longer.
-            case().change_rows(lambda rows: torch.cat([rows.new_zeros(4, 4), rows], 1)[:, 4:])
-            plain = case()
-            for name in producer.optional:
-                plain.options.pop(name)
-            if found.dynamic:
-                case(min_scale=0.5)
-                case(min_scale=1.5)
-                case(scale_ub=torch.tensor([0.25], device=DEVICE))
-            if producer.name == "rms_norm":
-                case(rounding="none")
-                case(round_residual=not plan.replaced(producer, found).options["round_residual"])
-                other = case()
-                other.arguments = (*other.arguments[:-1], 0.5)
-                other = case()
-                other.options["residual"] = other.options["residual"].float()
-            if producer.name == "silu_mul":
-                case(rounding="product")
+        case()
+        if layout != found.layouts[0].name:
+            continue
+        case(rows=3)
+        case(size=2 * HIDDEN)
+        case(dtype=torch.float16)
+        case().change_rows(in_nan_memory)
+        case().change_rows(lambda rows: rows.view(2, 2, -1))
+        # Half a vector further on, so that what is aligned is no longer.
+        case().change_rows(lambda rows: torch.cat([rows.new_zeros(4, 4), rows], 1)[:, 4:])
+        plain = case()
+        for name in producer.optional:
+            plain.options.pop(name)
+        if found.dynamic:
+            case(min_scale=0.5)
+            case(min_scale=1.5)
+            case(scale_ub=torch.tensor([0.25], device=DEVICE))
+        if producer.name == "rms_norm":
+            case(rounding="none")
+            case(round_residual=not plan.replaced(producer, found).options["round_residual"])
+            other = case()
+            other.arguments = (*other.arguments[:-1], 0.5)
+            other = case()
+            other.options["residual"] = other.options["residual"].float()
+        if producer.name == "silu_mul":
+            case(rounding="product")
     return cases
 
 
@@ -81,8 +90,7 @@ def test_calls_that_differ_are_not_taken_for_each_other():
     assert len(plan._plans) >= len(cases) * 0.9
 
 
-@pytest.mark.parametrize("scheme", tq.SCHEMES)
-@pytest.mark.parametrize("producer", tq.PRODUCERS)
+@pytest.mark.parametrize(("producer", "scheme"), PAIRS)
 def test_the_second_call_is_not_checked_again(producer, scheme, monkeypatch):
     case, other = (Case(tq.PRODUCERS[producer], tq.SCHEMES[scheme], 4, HIDDEN) for _ in range(2))
     first = copied(case.run())

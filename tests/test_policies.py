@@ -5,7 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, FORMATS, Case, assert_codes, assert_equal_results, assert_same_bits, float64, names, rounded
+from helpers import (
+    ALL_PAIRS,
+    DEVICE,
+    FORMATS,
+    ORACLES,
+    Case,
+    as_stored,
+    assert_codes,
+    assert_equal_results,
+    assert_same_bits,
+    float32,
+    float64,
+    names,
+    rounded,
+)
 
 import tq
 from tq.kernels.plan import replaced
@@ -13,21 +27,32 @@ from tq.kernels.plan import replaced
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ONE = torch.ones(1)
 E4M3 = FORMATS["e4m3"]
-PAIRS = [(producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
 
 # What vLLM 0.33's ops do, from their compiled kernels: (options, least scale).
 FUSED_NORM = {"rounding": "before_and_after_weight", "round_residual": False}
+PLAIN_NORM = {"rounding": "after_weight", "round_residual": True}
+PLAIN_ACT = {"rounding": "activation_and_product"}
 VLLM_FLOOR = 1.0 / (448.0 * 512.0)
 REPLACED = {
     ("quantize", "fp8_tensor"): ({}, None),
     ("quantize", "fp8_token"): ({}, VLLM_FLOOR),
     ("quantize", "fp8_group128"): ({}, 1e-10 / 448.0),
-    ("rms_norm", "fp8_tensor"): ({"rounding": "after_weight", "round_residual": True}, None),
+    ("quantize", "fp8_group64"): ({}, 1e-10 / 448.0),
+    ("quantize", "fp8_group128_pow2"): ({}, 1e-10),
+    ("quantize", "fp8_group128_ue8m0"): ({}, 1e-10 / 448.0),
+    ("rms_norm", "fp8_tensor"): (PLAIN_NORM, None),
     ("rms_norm", "fp8_token"): (FUSED_NORM, VLLM_FLOOR),
     ("rms_norm", "fp8_group128"): (FUSED_NORM, VLLM_FLOOR),
-    ("silu_mul", "fp8_tensor"): ({"rounding": "activation_and_product"}, None),
-    ("silu_mul", "fp8_token"): ({"rounding": "activation_and_product"}, VLLM_FLOOR),
+    ("rms_norm", "fp8_group64"): (FUSED_NORM, VLLM_FLOOR),
+    # No fused op has these scales: the norm and the group quantizer one after the other.
+    ("rms_norm", "fp8_group128_pow2"): (PLAIN_NORM, 1e-10),
+    ("rms_norm", "fp8_group128_ue8m0"): (PLAIN_NORM, 1e-10 / 448.0),
+    ("silu_mul", "fp8_tensor"): (PLAIN_ACT, None),
+    ("silu_mul", "fp8_token"): (PLAIN_ACT, VLLM_FLOOR),
     ("silu_mul", "fp8_group128"): ({"rounding": "none"}, VLLM_FLOOR),
+    ("silu_mul", "fp8_group64"): ({"rounding": "none"}, VLLM_FLOOR),
+    ("silu_mul", "fp8_group128_pow2"): (PLAIN_ACT, 1e-10),
+    ("silu_mul", "fp8_group128_ue8m0"): (PLAIN_ACT, 1e-10 / 448.0),
 }
 
 
@@ -139,7 +164,7 @@ def test_a_million_values_follow_the_contract(producer, rounding):
     assert_codes(case.scheme, case.run().codes, want, scale, case, allowed=want.size // 100_000 + 8)
 
 
-@pytest.mark.parametrize(("producer", "scheme"), PAIRS)
+@pytest.mark.parametrize(("producer", "scheme"), ALL_PAIRS)
 def test_the_default_is_the_replaced_ops_policy(producer, scheme):
     case = Case(tq.PRODUCERS[producer], tq.SCHEMES[scheme], 16, 512)
     stands_for = replaced(case.producer, case.scheme)
@@ -156,7 +181,8 @@ def test_the_default_is_the_replaced_ops_policy(producer, scheme):
             each.change_rows(lambda rows: rows * 2.0**-60)
         got = case.run()
         assert_equal_results(got, explicit.run())
-        assert (got.activation.scale == torch.tensor(least, dtype=FP32)).all()
+        if scheme in ORACLES:
+            assert (float32(got.activation.scales()) == as_stored(scheme, least)).all()
 
 
 def test_the_default_policies_differ_where_the_ops_do():

@@ -116,8 +116,10 @@ def fit_groups(y, row_scale, scheme, given):
 def scale_pointer(scales, layout):
     """Where offsets of the layout count from."""
     if layout.BYTES:
-        return scales.to(tl.pointer_type(tl.uint8), bitcast=True)
-    return scales
+        pointer = scales.to(tl.pointer_type(tl.uint8), bitcast=True)
+    else:
+        pointer = scales
+    return pointer
 
 
 @triton.jit
