@@ -38,6 +38,8 @@ def covering_pairs() -> list[tuple[str, str]]:
 
 
 PAIRS = covering_pairs()
+# Every scheme with one producer, the producers in turn.
+ONE_EACH = [(list(tq.PRODUCERS)[i % len(tq.PRODUCERS)], scheme) for i, scheme in enumerate(tq.SCHEMES)]
 ALL_PAIRS = [(producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
 PAIR_LAYOUTS = [(producer, scheme, layout.name) for producer, scheme in PAIRS for layout in tq.SCHEMES[scheme].layouts]
 

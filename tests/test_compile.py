@@ -1,4 +1,4 @@
-"""The template kernels compiled for GPUs that need not be there, in one process for all of a session's combinations.
+"""The template kernels compiled for GPUs that need not be there, by worker processes that do not interpret.
 
 -m compile_all compiles every producer with every scheme, dtype and kernel for every target.
 """
@@ -9,11 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
+from helpers import PAIRS
 
 import tq
 from tq.kernels.target import cuda_target
@@ -49,8 +51,8 @@ def spread() -> list[dict[str, Any]]:
 
 
 SPREAD = spread()
-# Every pair on sm_90, and rows of other lengths: no power of two, short, and so long that registers are scarce.
-HOPPER = [combination("sm_90", producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
+# Pairs that cover all on sm_90, and rows of other lengths: short, no power of two, so long that registers are scarce.
+HOPPER = [combination("sm_90", producer, scheme) for producer, scheme in PAIRS]
 LENGTHS = [
     combination("sm_90", "rms_norm", "fp8_token", hidden_size=576),
     combination("sm_90", "silu_mul", "fp8_tensor", hidden_size=2880),
@@ -68,22 +70,24 @@ ALL = [
 
 
 def compile_all(chosen: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
-    """What the worker says of each, by name."""
+    """What the worker says of each, by name; a worker for each core."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     path = [str(TESTS.parent), environment.get("PYTHONPATH", "")]
     environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "compile_worker.py")],
-        input=json.dumps(chosen),
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=3000,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = done.stdout.splitlines()
-    return {name_of(each): json.loads(line) for each, line in zip(chosen, lines, strict=True)}
+
+    def work(part: list[dict[str, Any]]) -> list[str]:
+        command = [sys.executable, str(TESTS / "compile_worker.py")]
+        done = subprocess.run(
+            command, input=json.dumps(part), capture_output=True, text=True, env=environment, timeout=3000, check=False
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout.splitlines()
+
+    workers = min(os.cpu_count() or 1, 16)
+    parts = [chosen[i::workers] for i in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        lines = [zip(part, done, strict=True) for part, done in zip(parts, pool.map(work, parts), strict=True)]
+    return {name_of(each): json.loads(line) for pairs in lines for each, line in pairs}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ import tq
 
 every_scheme = pytest.mark.parametrize("scheme", ORACLES)
 dynamic_scheme = pytest.mark.parametrize("scheme", DYNAMIC_SCHEMES)
-every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 E4M3 = FORMATS["e4m3"]
 NAN, INF = float("nan"), float("inf")
 
