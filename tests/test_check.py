@@ -167,7 +167,7 @@ def test_a_row_in_several_tiles(producer, scheme):
     whole, activation = case.check(), case.run().activation
     codes = activation.data.view(torch.uint8).clone()
     codes[BAD, -1] ^= 0x01
-    with tuning.force(tuning.RowConfig(2, 128, -(-case.hidden_size // 128), 4)):
+    with tuning.force(tuning.RowConfig(8, 128, -(-case.hidden_size // 128), 4)):
         parts, found = case.check(activation), case.check(with_data(activation, codes))
     assert torch.allclose(parts.rows, whole.rows, rtol=1e-4, atol=1e-6)
     assert found.column("wrong_codes").tolist() == only_in(BAD, 1.0) and found.column("worst_ulps").argmax() == BAD

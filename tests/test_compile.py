@@ -39,10 +39,12 @@ def name_of(chosen: dict[str, Any]) -> str:
 
 
 def spread() -> list[dict[str, Any]]:
-    """Every producer for every target, schemes and dtypes in turn, and one check for each."""
+    """For every target all producers but one, schemes and dtypes in turn, and one check."""
     chosen = []
     for i, target in enumerate(TARGETS):
         for j, producer in enumerate(tq.PRODUCERS):
+            if (i + j) % len(tq.PRODUCERS) == 0:
+                continue
             scheme = list(tq.SCHEMES)[(i + j) % len(tq.SCHEMES)]
             chosen.append(combination(target, producer, scheme, DTYPES[(i + 2 * j) % 3]))
         producer, scheme = list(tq.PRODUCERS)[i % len(tq.PRODUCERS)], list(tq.SCHEMES)[(2 * i) % len(tq.SCHEMES)]
@@ -135,6 +137,7 @@ def test_sm_90_moves_wide_words_and_spills_nothing(compiled, chosen):
 
 
 @pytest.mark.compile_all
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("chosen", ALL, ids=name_of)
 def test_everything_compiles(everything_compiled, chosen):
     assert_conversions(chosen, everything_compiled(chosen))

@@ -51,7 +51,7 @@ def different_calls() -> list[Case]:
             return cases[-1]
 
         case()
-        if (name, scheme) not in ONE_EACH or layout != found.layouts[0].name:
+        if (name, scheme) not in ONE_EACH[:3] or layout != found.layouts[0].name:
             continue
         case(rows=3)
         case(size=2 * HIDDEN)

@@ -17,7 +17,7 @@ ROUNDINGS = {
     "silu_mul": ("none", "product", "activation_and_product"),
 }
 few = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
