@@ -73,7 +73,8 @@ def main(
     offset, stride = map(int, part.split("/"))
     todo = list(cases(tuple(map(int, tokens.split(",")))))[offset::stride]
     console = Console()
-    torch._dynamo.config.cache_size_limit = 10_000
+    # Each case is one more specialization of the same function.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
     rows = [
         measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)
     ]

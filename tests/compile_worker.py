@@ -27,7 +27,7 @@ def targets_of(name: str) -> tuple[GPUTarget, Target]:
     if name.startswith("sm_"):
         capability = int(name[3:])
         return GPUTarget("cuda", capability, 32), cuda_target(capability // 10, capability % 10)
-    return GPUTarget("hip", name, 64), Target(name, False)
+    return GPUTarget("hip", name, 64), Target(name)
 
 
 class Compiling:

@@ -1,36 +1,43 @@
-"""Element codes: how one fp32 number becomes a byte and back, on the device and in torch, in one place each."""
+"""Element codes: how fp32 numbers become bytes and back, on the device and in torch, in one place each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from tq.kernels.target import Target
+
 
 class DeviceCode(NamedTuple):
-    """The jit functions of a code, as a kernel takes them."""
+    """The jit functions of a code, as a kernel takes them. PER_BYTE: elements in a byte."""
 
-    encode: Any  # fp32 tile -> uint8 tile
-    decode: Any  # uint8 tile -> fp32 tile
+    encode: Any  # fp32 tile -> uint8 tile, its last size divided by PER_BYTE
+    decode: Any  # the inverse
     spacing: Any  # fp32 tile -> distance of neighbouring code values there
     MAX: tl.constexpr
+    MANTISSA: tl.constexpr
+    PER_BYTE: tl.constexpr
 
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """An element format of 8 bits.
+    """An element format of 8 or 4 bits; two 4-bit codes share a byte, the earlier element in its low half.
 
-    encode, decode, spacing: jit functions of fp32 or uint8 tiles; `encode` uses integer arithmetic alone and is right
-    on every target. encode_native: the same by the hardware's conversion, or None. reference_encode and
-    reference_decode: the torch functions both are tested against.
+    max: the value that a dynamic scale maps amax to. mantissa_bits: 0 of an integer code. encode, decode, spacing: jit
+    functions of tiles; `encode` uses integer arithmetic alone and is right on every target. encode_native: the same by
+    the hardware's conversion, or None. reference_encode and reference_decode: the torch functions both are tested
+    against.
     """
 
     name: str
     max: float
+    mantissa_bits: int
     torch_dtype: torch.dtype
     encode: Any
     decode: Any
@@ -38,26 +45,69 @@ class Code:
     reference_encode: Callable[[torch.Tensor], torch.Tensor]
     reference_decode: Callable[[torch.Tensor], torch.Tensor]
     encode_native: Any = None
+    per_byte: int = 1
 
-    def device(self, native: bool) -> DeviceCode:
-        """The functions a kernel for a target takes; `native` says that the hardware's conversion is bit-equal."""
-        encode = self.encode_native if native and self.encode_native is not None else self.encode
-        return DeviceCode(encode, self.decode, self.spacing, tl.constexpr(self.max))
+    def device(self, target: Target) -> DeviceCode:
+        """The functions a kernel for `target` takes: the hardware's conversion where it is bit-equal."""
+        native = self.encode_native is not None and self.name in target.native_codes
+        encode = self.encode_native if native else self.encode
+        constants = map(tl.constexpr, (self.max, self.mantissa_bits, self.per_byte))
+        return DeviceCode(encode, self.decode, self.spacing, *constants)
+
+
+@triton.jit
+def encode_float(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr, MAX_CODE: tl.constexpr):
+    """Magnitude of a small float's code, uint32: nearest-even, |value| of bits MAX_BITS and more to MAX_CODE."""
+    magnitude = value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    shift: tl.constexpr = 23 - MANTISSA
+    half: tl.constexpr = (1 << (shift - 1)) - 1
+    rebias: tl.constexpr = (127 - BIAS) << MANTISSA
+    # Round at the last kept bit and move the exponent bias.
+    normal = ((magnitude + half + ((magnitude >> shift) & 1)) >> shift) - rebias
+    # At 2^(24 - BIAS - MANTISSA) fp32 numbers lie as far apart as the code's subnormals: the sum is rounded to
+    # nearest-even.
+    anchor_bits: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    anchor = tl.full(value.shape, anchor_bits, tl.uint32).to(tl.float32, bitcast=True)
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + anchor).to(tl.uint32, bitcast=True) - anchor_bits
+    smallest_normal: tl.constexpr = (128 - BIAS) << 23
+    code = tl.where(magnitude < smallest_normal, subnormal, normal)
+    return tl.where(magnitude >= MAX_BITS, MAX_CODE, code)
+
+
+@triton.jit
+def decode_float(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """fp32 value of the magnitude of a small float's code, exactly, subnormals included."""
+    # Read as fp32 with the code's fields in place, the value is 2^(BIAS - 127) of what is meant.
+    shift: tl.constexpr = 23 - MANTISSA
+    scale_bits: tl.constexpr = (254 - BIAS) << 23
+    scale = tl.full(code.shape, scale_bits, tl.uint32).to(tl.float32, bitcast=True)
+    return (code.to(tl.uint32) << shift).to(tl.float32, bitcast=True) * scale
+
+
+@triton.jit
+def spacing_float(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """2^(max(floor(log2|value|), 1 - BIAS) - MANTISSA)"""
+    exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 128 - BIAS)
+    return ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sign_bit(value):
+    """0x80 where the sign bit of value is set, uint32."""
+    return (value.to(tl.uint32, bitcast=True) >> 24) & 0x80
+
+
+@triton.jit
+def is_nan(value):
+    """By the bits, so that no compiler assumes it away."""
+    return (value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) > 0x7F800000
 
 
 @triton.jit
 def encode_e4m3(value):
     """E4M3 (1-4-3, bias 7, no infinity): nearest-even, |value| > 448 to 448, NaN to 0x7F."""
-    bits = value.to(tl.uint32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude = bits & 0x7FFFFFFF
-    # Round at bit 20 and move the exponent bias from 127 to 7: 120 << 3 = 960.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-    # The spacing of fp32 at 2^14 is 2^-9, the one of E4M3 subnormals: the addition rounds to nearest-even.
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
-    code = sign | tl.where(magnitude >= 0x43E00000, 0x7E, code)
-    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+    code = sign_bit(value) | encode_float(value, 3, 7, 0x43E00000, 0x7E)
+    return tl.where(is_nan(value), 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
@@ -69,39 +119,229 @@ def encode_e4m3_native(value):
 @triton.jit
 def decode_e4m3(code):
     """The fp32 value of an E4M3 byte, exactly; 0x7F and 0xFF are NaN."""
-    code = code.to(tl.uint32)
-    # Read as fp32 with E4M3's fields in place, the value is 2^-120 of what is meant, subnormals included.
-    value = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    value = decode_float(code & 0x7F, 3, 7)
     value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
     return tl.where((code & 0x80) != 0, -value, value)
 
 
 @triton.jit
 def spacing_e4m3(value):
-    """Distance of the E4M3 values around |value|: 2^(max(floor(log2|value|), -6) - 3)."""
-    exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
-    return ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+    return spacing_float(value, 3, 7)
 
 
-def reference_encode_e4m3(value: torch.Tensor) -> torch.Tensor:
-    """E4M3 bytes of a float tensor. Clamped first (torch's cast does not saturate everywhere); NaN is 0x7F."""
-    codes = value.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(value.isnan(), torch.full_like(codes, 0x7F), codes)
+@triton.jit
+def encode_e5m2(value):
+    """E5M2 (1-5-2, bias 15): nearest-even, |value| > 57344 to 57344, infinity too, NaN to 0x7F."""
+    code = sign_bit(value) | encode_float(value, 2, 15, 0x47600000, 0x7B)
+    return tl.where(is_nan(value), 0x7F, code).to(tl.uint8)
 
 
-def reference_decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """fp32 values of E4M3 bytes."""
-    return codes.view(torch.float8_e4m3fn).float()
+@triton.jit
+def encode_e5m2_native(value):
+    """As `encode_e5m2`, by the conversion instruction of sm_89 and newer."""
+    return value.to(tl.float8e5).to(tl.uint8, bitcast=True)
 
 
-E4M3 = Code(
-    name="e4m3",
-    max=448.0,
-    torch_dtype=torch.float8_e4m3fn,
+@triton.jit
+def decode_e5m2(code):
+    """The fp32 value of an E5M2 byte, exactly."""
+    value = decode_float(code & 0x7F, 2, 15)
+    value = tl.where((code & 0x7F) > 0x7C, float("nan"), tl.where((code & 0x7F) == 0x7C, float("inf"), value))
+    return tl.where((code & 0x80) != 0, -value, value)
+
+
+@triton.jit
+def spacing_e5m2(value):
+    return spacing_float(value, 2, 15)
+
+
+@triton.jit
+def encode_e4m3fnuz(value):
+    """E4M3FNUZ (1-4-3, bias 8, one zero, no infinity): nearest-even, |value| > 224 to 224, NaN to 0x80."""
+    magnitude = encode_float(value, 3, 8, 0x43600000, 0x7E)
+    code = tl.where(magnitude == 0, 0, sign_bit(value) | magnitude)
+    return tl.where(is_nan(value), 0x80, code).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3fnuz(code):
+    """The fp32 value of an E4M3FNUZ byte, exactly; 0x80 is NaN."""
+    value = decode_float(code & 0x7F, 3, 8)
+    value = tl.where(code == 0x80, float("nan"), value)
+    return tl.where((code & 0x80) != 0, -value, value)
+
+
+@triton.jit
+def spacing_e4m3fnuz(value):
+    return spacing_float(value, 3, 8)
+
+
+@triton.jit
+def encode_int8(value):
+    """INT8: nearest-even, saturating to [-128, 127], NaN to 0."""
+    value = tl.where(is_nan(value), 0.0, tl.minimum(tl.maximum(value, -128.0), 127.0))
+    # At 1.5 * 2^23 fp32 numbers are the integers: the sum is rounded to nearest-even and its low byte is the code.
+    return (value + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
+
+
+@triton.jit
+def decode_int8(code):
+    """The fp32 value of an INT8 byte."""
+    return code.to(tl.int8, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def spacing_int8(value):
+    return tl.full(value.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def split_pairs(tile):
+    """[..., N] -> the even and the odd elements, [..., N / 2] each."""
+    return tl.split(tl.reshape(tile, tile.shape[:-1] + (tile.shape[-1] // 2, 2)))
+
+
+@triton.jit
+def nibble_e2m1(value):
+    """E2M1 (1-2-1, bias 1, no infinity, no NaN), uint32: nearest-even, |value| > 6 to 6, NaN to +6."""
+    code = (sign_bit(value) >> 4) | encode_float(value, 1, 1, 0x40C00000, 7)
+    return tl.where(is_nan(value), 7, code)
+
+
+@triton.jit
+def encode_e2m1(value):
+    """Two E2M1 codes a byte, the even element in the low half."""
+    low, high = split_pairs(nibble_e2m1(value))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def encode_e2m1_native(value):
+    """As `encode_e2m1`, by the conversion instruction of sm_100 and newer."""
+    low, high = split_pairs(value)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }",
+        "=r,r,r",
+        [low, high],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    ).to(tl.uint8)
+
+
+@triton.jit
+def decode_nibble_e2m1(code):
+    value = decode_float(code & 7, 1, 1)
+    return tl.where((code & 8) != 0, -value, value)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """The fp32 values of bytes of two E2M1 codes."""
+    pairs = tl.join(decode_nibble_e2m1(code & 15), decode_nibble_e2m1(code >> 4))
+    return tl.reshape(pairs, code.shape[:-1] + (code.shape[-1] * 2,))
+
+
+@triton.jit
+def spacing_e2m1(value):
+    return spacing_float(value, 1, 1)
+
+
+def reference_encode_by_cast(value: torch.Tensor, dtype: torch.dtype, limit: float, nan: int) -> torch.Tensor:
+    """Bytes of a float tensor. Clamped first (torch's cast does not saturate everywhere); NaN is `nan`."""
+    codes = value.clamp(-limit, limit).to(dtype).view(torch.uint8)
+    return torch.where(value.isnan(), torch.full_like(codes, nan), codes)
+
+
+def reference_decode_by_cast(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 values of bytes."""
+    return codes.view(dtype).float()
+
+
+def reference_encode_int8(value: torch.Tensor) -> torch.Tensor:
+    return value.nan_to_num(nan=0.0).clamp(-128.0, 127.0).round().to(torch.int8).view(torch.uint8)
+
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def reference_encode_e2m1(value: torch.Tensor) -> torch.Tensor:
+    """Counts the midpoints below |value|; one that is met belongs to the even code."""
+    magnitude = value.nan_to_num(nan=torch.inf).abs()
+    code = torch.zeros_like(value, dtype=torch.uint8)
+    for lower in range(7):
+        midpoint = (E2M1_VALUES[lower] + E2M1_VALUES[lower + 1]) / 2
+        code += magnitude >= midpoint if lower % 2 else magnitude > midpoint
+    code |= (value.signbit() & ~value.isnan()).to(torch.uint8) << 3
+    return code[..., ::2] | (code[..., 1::2] << 4)
+
+
+def reference_decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)
+    return values[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+
+
+def _float8(name: str, code_max: float, mantissa_bits: int, dtype: torch.dtype, nan: int, **functions: Any) -> Code:
+    """A code whose torch reference is the cast to a torch dtype."""
+    encode = partial(reference_encode_by_cast, dtype=dtype, limit=code_max, nan=nan)
+    decode = partial(reference_decode_by_cast, dtype=dtype)
+    return Code(name, code_max, mantissa_bits, dtype, reference_encode=encode, reference_decode=decode, **functions)
+
+
+E4M3 = _float8(
+    "e4m3",
+    448.0,
+    3,
+    torch.float8_e4m3fn,
+    0x7F,
     encode=encode_e4m3,
     decode=decode_e4m3,
     spacing=spacing_e4m3,
-    reference_encode=reference_encode_e4m3,
-    reference_decode=reference_decode_e4m3,
     encode_native=encode_e4m3_native,
+)
+E5M2 = _float8(
+    "e5m2",
+    57344.0,
+    2,
+    torch.float8_e5m2,
+    0x7F,
+    encode=encode_e5m2,
+    decode=decode_e5m2,
+    spacing=spacing_e5m2,
+    encode_native=encode_e5m2_native,
+)
+# AMD's MI300. vLLM scales to 224 and clamps there, not at the format's 240.
+E4M3FNUZ = _float8(
+    "e4m3fnuz",
+    224.0,
+    3,
+    torch.float8_e4m3fnuz,
+    0x80,
+    encode=encode_e4m3fnuz,
+    decode=decode_e4m3fnuz,
+    spacing=spacing_e4m3fnuz,
+)
+INT8 = Code(
+    "int8",
+    127.0,
+    0,
+    torch.int8,
+    encode=encode_int8,
+    decode=decode_int8,
+    spacing=spacing_int8,
+    reference_encode=reference_encode_int8,
+    reference_decode=lambda codes: codes.view(torch.int8).float(),
+)
+E2M1 = Code(
+    "e2m1",
+    6.0,
+    1,
+    torch.uint8,
+    encode=encode_e2m1,
+    decode=decode_e2m1,
+    spacing=spacing_e2m1,
+    reference_encode=reference_encode_e2m1,
+    reference_decode=reference_decode_e2m1,
+    encode_native=encode_e2m1_native,
+    per_byte=2,
 )

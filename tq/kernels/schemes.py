@@ -240,7 +240,7 @@ class Scheme:
         """The jit functions and constants that a kernel for `target` takes."""
         group = {"tensor": -1, "token": 0, "group": self.group}[self.granularity]
         rule = DeviceRule(self.rule.load, self.rule.fit, self.rule.scaled, self.rule.store, self.rule.restore)
-        return DeviceScheme(self.code.device(target.native_e4m3), rule, tl.constexpr(group))
+        return DeviceScheme(self.code.device(target), rule, tl.constexpr(group))
 
     def reference(self, y: torch.Tensor, inputs: ScaleInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes uint8 [M, N], scales fp32 [M, G]) of fp32 y [M, N], in torch: the arithmetic the kernels must equal.

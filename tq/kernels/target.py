@@ -16,29 +16,32 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("
 
 
 class Target(NamedTuple):
-    """name: "sm_90", "gfx942", "interpreter"; native_e4m3: fp32 -> E4M3 by the hardware equals the integer encoder."""
+    """name: "sm_90", "gfx942", "interpreter"; native_codes: names of codes whose conversion from fp32 by the hardware
+    equals the integer encoder."""
 
     name: str
-    native_e4m3: bool
+    native_codes: frozenset[str] = frozenset()
 
 
 def cuda_target(major: int, minor: int, triton_version: str = triton.__version__) -> Target:
     """Facts of an NVIDIA GPU of compute capability `major.minor`.
 
-    sm_90 and newer convert with `cvt.rn.satfinite.e4m3x2.f32`: nearest-even, saturating, NaN to 0x7F. On sm_89,
+    sm_90 and newer convert with `cvt.rn.satfinite.{e4m3,e5m2}x2.f32`: nearest-even, saturating, NaN to 0x7F. On sm_89,
     Triton before 3.9 goes through fp16 first and rounds twice (triton-lang/triton#11753). Older GPUs have no
-    conversion at all.
+    conversion at all. sm_100 and newer have one for E2M1.
     """
     capability = (major, minor)
-    native = capability >= (9, 0) or (capability == (8, 9) and Version(triton_version) >= Version("3.9"))
-    return Target(f"sm_{major}{minor}", native)
+    native: frozenset[str] = frozenset()
+    if capability >= (9, 0) or (capability == (8, 9) and Version(triton_version) >= Version("3.9")):
+        native = frozenset(("e4m3", "e5m2"))
+    return Target(f"sm_{major}{minor}", native | {"e2m1"} if capability >= (10, 0) else native)
 
 
 @lru_cache
 def target_of(device: torch.device) -> Target:
     """Facts of the GPU behind `device`; of the interpreter for a CPU device."""
     if device.type != "cuda":
-        return Target("interpreter", False)
+        return Target("interpreter")
     if torch.version.hip is not None:
-        return Target(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0], False)
+        return Target(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
     return cuda_target(*torch.cuda.get_device_capability(device))
