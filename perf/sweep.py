@@ -16,6 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from perf.provenance import gpu_folder, provenance, write
+from tq.bench.ahead import compile_ahead
 from tq.bench.cases import TOKENS, Case, bytes_of, cases
 from tq.bench.peers import PEERS
 from tq.bench.timing import copies_of, device_time_us, launch_floor_us, measured_bandwidth
@@ -75,6 +76,8 @@ def main(
     console = Console()
     # Each case is one more specialization of the same function.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
+    if "tq" in chosen:
+        compile_ahead(tuple(map(int, tokens.split(","))))
     rows = [
         measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)
     ]

@@ -47,6 +47,11 @@ class Code:
     encode_native: Any = None
     per_byte: int = 1
 
+    @property
+    def steps(self) -> float:
+        """The most spacings that a value in range is from 0."""
+        return 2.0 ** (self.mantissa_bits + 1) if self.mantissa_bits else self.max
+
     def device(self, target: Target) -> DeviceCode:
         """The functions a kernel for `target` takes: the hardware's conversion where it is bit-equal."""
         native = self.encode_native is not None and self.name in target.native_codes

@@ -54,7 +54,8 @@ def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
 
 def cut(plan: Plan, whole_row: bool) -> tuple[Tiling, int]:
     """The tiling of a call, and its warps."""
-    config = tuning.choose(plan.rows, plan.hidden_size, plan.scheme.group, whole_row, plan.dtype.itemsize)
+    sums = bool(plan.producer.moments)
+    config = tuning.choose(plan.rows, plan.hidden_size, plan.scheme.group, whole_row, sums)
     return tiling_of(plan.hidden_size, config), config.num_warps
 
 
