@@ -15,6 +15,7 @@ from compile_only import compile_for
 from triton.backends.compiler import GPUTarget
 
 import tq
+from tq.bench.cases import static_inputs
 from tq.kernels import check as check_module
 from tq.kernels import launch as launch_module
 from tq.kernels.plan import prepare
@@ -50,9 +51,8 @@ def compile_one(target: str, producer: str, scheme: str, dtype: str, hidden_size
     standing = Compiling(check_rows_kernel if check else quantize_rows_kernel, gpu)
     setattr(module, name, standing)
     module.target_of, module.check_device = lambda device: facts, lambda op, device: None
-    arguments, options = tq.PRODUCERS[producer].example(16, hidden_size, getattr(torch, dtype), "cpu")
-    if not tq.SCHEMES[scheme].dynamic:
-        options["scale"] = torch.ones(1)
+    arguments, options = tq.PRODUCERS[producer].example(1024, hidden_size, getattr(torch, dtype), "cpu")
+    options |= static_inputs(scheme, "cpu")
     if check:
         with tq.use_reference():
             tq.check(producer, *arguments, scheme=scheme, **options)
@@ -69,7 +69,7 @@ def facts_of(compiled: Any) -> dict[str, Any]:
         return {"conversions": len(re.findall(r"v_cvt_\w*fp8", assembly)), "spills": sum(map(int, spills))}
     ptx = compiled.asm["ptx"]
     return {
-        "conversions": len(re.findall(r"\bcvt\.\S*e4m3x2", ptx)),
+        "conversions": len(re.findall(r"\bcvt\.\S*(?:e4m3|e5m2|e2m1)x2", ptx)),
         "loads": bytes_of("ld", ptx),
         "stores": bytes_of("st", ptx),
         "spills": len(re.findall(r"\bSTL\b", compiled.asm["sass"])),

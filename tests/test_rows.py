@@ -32,7 +32,7 @@ from helpers import (
 
 import tq
 from tq.kernels import launch, tuning
-from tq.kernels.schemes import ScaleInputs
+from tq.kernels.rules import ScaleInputs
 
 one_each = pytest.mark.parametrize(("producer", "scheme"), ONE_EACH)
 every_pair = pytest.mark.parametrize(("producer", "scheme"), PAIRS)

@@ -6,7 +6,8 @@ from tq.kernels.codes import Code
 from tq.kernels.launch import use_reference
 from tq.kernels.producer import PRODUCERS, Producer, Reference, register_producer
 from tq.kernels.producers import quantize, rms_norm, silu_mul
-from tq.kernels.schemes import SCHEMES, ScaleRule, Scheme, register_scheme
+from tq.kernels.rules import ScaleRule
+from tq.kernels.schemes import SCHEMES, Scheme, register_scheme
 
 __version__ = "0.1.0"
 

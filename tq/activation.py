@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from tq.kernels.rules import ScaleInputs
 from tq.kernels.schemes import SCHEMES
 
 
@@ -13,11 +15,15 @@ from tq.kernels.schemes import SCHEMES
 class QuantizedActivation:
     """An activation as its consumer reads it: value = decode(data) * scale.
 
-    data: codes in the scheme's torch dtype, of the producer's output shape, contiguous. scale: one fp32 element for a
-    static scheme, else the scales of G groups of the M = numel / hidden_size tokens in the order of `data`, stored as
-    `layout` says (fp32 [M, G], or packed). orig_dtype, orig_shape: of the activation that was not written. scheme: its
-    name in `SCHEMES`. layout: name of the scale layout.
-    """
+    With a zero point, (decode(data) - zero_point) * scale; with a global scale, decode(data) * scale /
+    global_scale_inv.
+
+    data: codes in the scheme's torch dtype, of the producer's output shape (4-bit codes: two a byte, uint8, the last
+    size halved), contiguous; its last size may be larger, the codes past the hidden size being 0. scale: one fp32
+    element for a static scheme, else the scales of G groups of the M = numel / hidden_size tokens in the order of
+    `data`, stored as `layout` says (fp32 [M, G], bytes, or packed; [experts, ...] where each expert has its own).
+    orig_dtype, orig_shape: of the activation that was not written. scheme: its name in `SCHEMES`. layout: name of the
+    scale layout. zero_point: int32, one element or [M, 1]. global_scale_inv: fp32, one element."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -25,6 +31,8 @@ class QuantizedActivation:
     orig_shape: torch.Size
     scheme: str
     layout: str
+    zero_point: torch.Tensor | None = None
+    global_scale_inv: torch.Tensor | None = None
 
     def scales(self) -> torch.Tensor:
         """The scales by logical index whatever their layout, fp32: [M, G], or [1, 1] of a static scheme."""
@@ -32,12 +40,18 @@ class QuantizedActivation:
         if not scheme.dynamic:
             return self.scale.reshape(1, 1)
         (layout,) = (layout for layout in scheme.layouts if layout.name == self.layout)
-        return scheme.rule.reference_restore(layout.unpack(self.scale, scheme.groups(self.data.shape[-1])))
+        groups = scheme.groups(self.orig_shape[-1])
+        if self.scale.dim() == 3:
+            each = [layout.unpack(scale, self.orig_shape[-2], groups) for scale in self.scale]
+            return scheme.rule.reference_restore(torch.cat(each))
+        rows = math.prod(self.orig_shape[:-1])
+        return scheme.rule.reference_restore(layout.unpack(self.scale, rows, groups))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """decode(data) * scale in fp32, rounded to `dtype` (default: orig_dtype), of shape orig_shape."""
-        scheme = SCHEMES[self.scheme]
-        codes = self.data.view(torch.uint8).reshape(-1, self.data.shape[-1])
-        values = scheme.code.reference_decode(codes)
-        values = values.unflatten(-1, (-1, scheme.group or max(values.shape[-1], 1))) * self.scales().unsqueeze(-1)
-        return values.flatten(-2).to(dtype or self.orig_dtype).view(self.orig_shape)
+        """What the codes stand for, in fp32, rounded to `dtype` (default: orig_dtype), of shape orig_shape."""
+        scheme, hidden_size = SCHEMES[self.scheme], self.orig_shape[-1]
+        codes = self.data.view(torch.uint8)[..., : hidden_size // scheme.code.per_byte]
+        zero = () if self.zero_point is None else (self.zero_point.float().reshape(-1, 1),)
+        inputs = ScaleInputs(global_scale_inv=self.global_scale_inv)
+        values = scheme.reference_values(codes.reshape(-1, codes.shape[-1]), (self.scales(), *zero), inputs)
+        return values.to(dtype or self.orig_dtype).view(self.orig_shape)

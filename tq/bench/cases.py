@@ -15,7 +15,18 @@ from tq.kernels.schemes import SCHEMES
 NORM_SIZES = {576: "SmolLM2-135M", 4096: "Llama-3-8B", 5120: "Qwen3-14B", 8192: "Llama-3-70B"}
 ACTIVATION_SIZES = {1536: "SmolLM2-135M", 14336: "Llama-3-8B"}
 TOKENS = (1, 16, 64, 128, 1024, 8192)
-STATIC_SCALE = 0.02
+# Static inputs of the schemes that need them, for activations of about unit size.
+STATIC_INPUTS: dict[str, float | int] = {"scale": 0.02, "zero_point": 3, "global_scale_inv": 448.0 * 6.0 / 8.0}
+
+
+def static_inputs(scheme: str, device: Any) -> dict[str, torch.Tensor]:
+    """What the rule of a scheme needs of the caller, by name."""
+    return {
+        name: torch.tensor([STATIC_INPUTS[name]], device=device).to(
+            torch.int32 if name == "zero_point" else torch.float32
+        )
+        for name in SCHEMES[scheme].rule.needs
+    }
 
 
 class Case(NamedTuple):
@@ -38,9 +49,7 @@ class Case(NamedTuple):
         """Fresh random arguments and options, the static scale included where the scheme needs one."""
         arguments, options = self.producer.example(self.rows, self.hidden_size, dtype, device)  # type: ignore[misc]
         options = {name: value for name, value in options.items() if name not in self.left_out}
-        if not SCHEMES[self.scheme].dynamic:
-            options["scale"] = torch.full((1,), STATIC_SCALE, device=device)
-        return arguments, options
+        return arguments, options | static_inputs(self.scheme, device)
 
     def prepare(self, dtype: torch.dtype, device: Any) -> Prepared:
         """The call with fresh arguments, checked and allocated."""
@@ -59,7 +68,7 @@ def bytes_of(prepared: Prepared) -> int:
 def cases(tokens: tuple[int, ...] = TOKENS) -> Iterator[Case]:
     """Every registered producer, in each of its forms, with every scheme at every shape it divides."""
     for producer in PRODUCERS.values():
-        sizes = ACTIVATION_SIZES if producer.name.endswith("_mul") else NORM_SIZES
+        sizes = ACTIVATION_SIZES if producer.parts == 2 else NORM_SIZES
         for left_out in [producer.optional, ()] if producer.optional else [()]:
             for scheme in SCHEMES.values():
                 for hidden_size in sizes:

@@ -11,7 +11,7 @@ import torch
 from tq.kernels.codes import E4M3
 from tq.kernels.launch import run
 from tq.kernels.plan import Prepared
-from tq.kernels.schemes import AMAX_DIVIDING, AMAX_MULTIPLYING, STATIC
+from tq.kernels.rules import AMAX_DIVIDING, AMAX_MULTIPLYING, STATIC
 
 
 class Peer(NamedTuple):
@@ -98,15 +98,11 @@ def inductor_peer(prepared: Prepared) -> Peer:
     """torch.compile of the producer's and the scheme's torch formulas, for static shapes."""
     producer, scheme = prepared.plan.producer, prepared.plan.scheme
     options = {k: v for k, v in prepared.options.items() if k not in producer.mutates}
-    limit = scheme.code.max
 
     def formula(arguments: tuple, options: dict[str, Any], inputs: Any) -> tuple:
         y, side_outputs = producer.reference(*arguments, **options, precision=torch.float32)
-        y = y.unflatten(-1, (-1, scheme.group or y.shape[-1]))
-        amax = y.abs().amax(-1) if scheme.dynamic else y.new_empty(1, 1)
-        scales = scheme.rule.reference_fit(amax, inputs, limit)
-        codes = scheme.rule.reference_scaled(y, scales.unsqueeze(-1)).clamp(-limit, limit).to(scheme.code.torch_dtype)
-        return codes.flatten(-2), scales, side_outputs
+        codes, fitted = scheme.reference(y, inputs)
+        return codes, scheme.rule.reference_store(fitted[0]), side_outputs
 
     compiled = torch.compile(formula, dynamic=False, fullgraph=True)
 

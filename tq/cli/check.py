@@ -25,9 +25,9 @@ from tq.cli import smollm2
 from tq.kernels.plan import prepare
 from tq.kernels.producer import PRODUCERS, Producer
 
-# A y that lies within an fp32 rounding of a bf16 boundary may round to the neighbour of what float64 rounds to, and where
-# two roundings follow each other to the one after: 2^-7 of y each. It moves the error by that much, and the code in about
-# one element of 10^5.
+# A y that lies within an fp32 rounding of a bf16 boundary may round to the neighbour of what float64 rounds to, and
+# where two roundings follow each other to the one after: 2^-7 of y each. It moves the error by that much, and the code
+# in about one element of 10^5.
 BF16_STEPS = 2 * 2.0**-7
 CODES_PER_DIFFERENCE = 10**5
 MEASURED_TOKENS = 8192

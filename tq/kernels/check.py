@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
-from tq.kernels.launch import check_device, cut, run
-from tq.kernels.plan import check_scalar, prepare
+from tq.kernels.launch import check_device, cut, run, scale_strides
+from tq.kernels.plan import Prepared, check_scalar, prepare
 from tq.kernels.producer import PRODUCERS, Producer
 from tq.kernels.rows import REPORT, check_rows_kernel
 from tq.kernels.target import target_of
@@ -94,24 +94,25 @@ def check(
     prepared = prepare(producer, arguments, scheme, options)
     plan = prepared.plan
     check_device("check", plan.device)
-    report = torch.empty(plan.rows, len(REPORT), dtype=torch.float32, device=plan.device)
+    report = torch.zeros(plan.rows, len(REPORT), dtype=torch.float32, device=plan.device)
     if activation is None:
         run(prepared)
-        codes, scales = prepared.codes, prepared.scales
+        codes, scales, zero_points = prepared.codes, prepared.scales, prepared.zero_points
     else:
-        codes, scales = check_activation(activation, plan.scheme.name, prepared.codes, prepared.scales)
+        codes, scales, zero_points = check_activation(activation, prepared)
     if scales is None:
         scales = prepared.inputs.scale
     if plan.rows:
         tiling, num_warps = cut(plan, whole_row=True)
-        row_stride, group_stride = scales.stride() if scales is not None and plan.scheme.dynamic else (0, 0)
-        check_rows_kernel[(-(-plan.rows // tiling.BLOCK_M.value),)](
+        blocks = -(-plan.tokens // tiling.BLOCK_M.value) * max(plan.experts, 1)
+        check_rows_kernel[(blocks,)](
             codes,
             scales,
-            row_stride,
-            group_stride,
+            *scale_strides(plan, scales),
+            zero_points,
             report,
-            plan.rows,
+            plan.tokens,
+            prepared.tokens_per_expert,
             producer.device,
             prepared.bound.args,
             plan.scheme.device(target_of(plan.device)),
@@ -125,17 +126,21 @@ def check(
 
 
 def check_activation(
-    activation: QuantizedActivation, scheme: str, codes: torch.Tensor, scales: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of `activation`, which must fit what a call would have made."""
-    if activation.scheme != scheme:
-        raise ValueError(f"check: activation must be of scheme {scheme}, got {activation.scheme}")
+    activation: QuantizedActivation, prepared: Prepared
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, scales and zero points of `activation`, which must fit what a call would have made."""
+    scheme, codes, scales = prepared.plan.scheme, prepared.codes, prepared.scales
+    if activation.scheme != scheme.name:
+        raise ValueError(f"check: activation must be of scheme {scheme.name}, got {activation.scheme}")
     if activation.data.shape != codes.shape or not activation.data.is_contiguous():
         raise ValueError(
             f"check: data must be contiguous of shape {tuple(codes.shape)}, got {tuple(activation.data.shape)}"
         )
+    found = activation.scale
     if scales is None:
-        check_scalar("check", "scale of the activation", activation.scale, codes.device)
-    elif activation.scale.shape != scales.shape:
-        raise ValueError(f"check: scale must have shape {tuple(scales.shape)}, got {tuple(activation.scale.shape)}")
-    return activation.data.view(torch.uint8), activation.scale
+        check_scalar("check", "scale of the activation", found, codes.device)
+    elif found.shape != scales.shape:
+        raise ValueError(f"check: scale must have shape {tuple(scales.shape)}, got {tuple(found.shape)}")
+    elif found.dtype != scales.dtype:
+        found = found.view(scales.dtype)
+    return activation.data.view(torch.uint8), found, activation.zero_point

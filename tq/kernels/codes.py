@@ -21,7 +21,8 @@ class DeviceCode(NamedTuple):
     decode: Any  # the inverse
     spacing: Any  # fp32 tile -> distance of neighbouring code values there
     MAX: tl.constexpr
-    MANTISSA: tl.constexpr
+    MAX_BITS: tl.constexpr  # of MAX as fp32
+    HALF_BITS: tl.constexpr  # half a unit of the code's mantissa, in fp32's
     PER_BYTE: tl.constexpr
 
 
@@ -56,7 +57,8 @@ class Code:
         """The functions a kernel for `target` takes: the hardware's conversion where it is bit-equal."""
         native = self.encode_native is not None and self.name in target.native_codes
         encode = self.encode_native if native else self.encode
-        constants = map(tl.constexpr, (self.max, self.mantissa_bits, self.per_byte))
+        max_bits = int(torch.tensor(self.max).view(torch.int32))
+        constants = map(tl.constexpr, (self.max, max_bits, 1 << (22 - self.mantissa_bits), self.per_byte))
         return DeviceCode(encode, self.decode, self.spacing, *constants)
 
 

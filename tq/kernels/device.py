@@ -111,3 +111,10 @@ def magnitude(value):
     if INTERPRETED:
         return tl.where(value == value, tl.abs(value), 0.0)
     return tl.abs(value)
+
+
+@triton.jit
+def round_to_integer(value):
+    """The nearest integer, ties to even, of a value within 2^22; beyond, 2^22 with its sign."""
+    bounded = tl.minimum(tl.maximum(value, -4194304.0), 4194304.0)
+    return (bounded + 12582912.0) - 12582912.0

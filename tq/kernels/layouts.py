@@ -23,21 +23,30 @@ class DeviceLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """allocate(M, G, device) -> the scale tensor as its reader sees it. padded_rows(M), padded_groups(G): how many the
-    kernel writes, those past M and G with zeros.
+    """allocate(M, G, dtype, device) -> the scale tensor as its reader sees it. padded_rows(M), padded_groups(G): how
+    many the kernel writes, those past M and G with zeros.
 
     offset(row, group, row_stride, group_stride): jit function, place of a stored scale, from the tensor's strides.
-    unpack(scales, G) -> stored scales [M, G]; pack(stored scales, scales) fills the tensor, padding included.
+    unpack(scales, M, G) -> stored scales [M, G]; pack(stored scales, scales) fills the tensor, padding included.
     """
 
     name: str
-    allocate: Callable[[int, int, torch.device], torch.Tensor]
+    allocate: Callable[[int, int, torch.dtype, Any], torch.Tensor]
     offset: Any
-    unpack: Callable[[torch.Tensor, int], torch.Tensor]
+    unpack: Callable[[torch.Tensor, int, int], torch.Tensor]
     pack: Callable[[torch.Tensor, torch.Tensor], None]
     padded_rows: Callable[[int], int] = lambda rows: rows
     padded_groups: Callable[[int], int] = lambda groups: groups
     in_bytes: bool = False
+
+    def allocate_for_experts(
+        self, experts: int, rows: int, groups: int, dtype: torch.dtype, device: Any
+    ) -> torch.Tensor:
+        """One scale tensor after the other, [experts, ...]."""
+        one = self.allocate(rows, groups, dtype, "meta")
+        size = one.untyped_storage().size() // one.element_size()
+        everything = torch.empty(experts * size, dtype=one.dtype, device=device)
+        return everything.as_strided((experts, *one.shape), (size, *one.stride()))
 
     @lru_cache  # noqa: B019 - layouts live as long as the process
     def device(self, groups: int) -> DeviceLayout:
@@ -45,9 +54,14 @@ class Layout:
         return DeviceLayout(self.offset, tl.constexpr(self.in_bytes), tl.constexpr(self.padded_groups(groups)))
 
 
+def align(count: int, unit: int) -> int:
+    """`count` rounded up to a multiple of `unit`."""
+    return (count + unit - 1) // unit * unit
+
+
 def align4(count: int) -> int:
     """`count` rounded up to 4: a TMA descriptor needs strides of 16 bytes, and a word has 4 bytes."""
-    return (count + 3) // 4 * 4
+    return align(count, 4)
 
 
 @triton.jit
@@ -62,24 +76,39 @@ def packed_offset(row, group, row_stride, group_stride):
     return (row * row_stride + (group // 4).to(tl.int64) * group_stride) * 4 + group % 4
 
 
-def _row_major(rows: int, groups: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((rows, groups), dtype=torch.float32, device=device)
+@triton.jit
+def swizzled_128x4_offset(row, group, row_stride, group_stride):
+    """Element of tiles of 128 rows and 4 groups, each as [32][4][4]: row % 32, row / 32, group % 4. The tensor is
+    padded to whole tiles, so its row stride is 4 times the number of tiles in a row."""
+    tile = (row // 128) * (row_stride // 4) + (group // 4)
+    return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + group % 4
 
 
-def _column_major(rows: int, groups: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((groups, rows), dtype=torch.float32, device=device).t()
+@triton.jit
+def swizzled_8x4_offset(row, group, row_stride, group_stride):
+    """Element of tiles of 8 rows and 4 groups, each row-major."""
+    tile = (row // 8) * (row_stride // 4) + (group // 4)
+    return tile * 32 + (row % 8) * 4 + group % 4
 
 
-def _tma_aligned(rows: int, groups: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((groups, align4(rows)), dtype=torch.float32, device=device)[:, :rows].t()
+def _row_major(rows: int, groups: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    return torch.empty((rows, groups), dtype=dtype, device=device)
 
 
-def _packed(rows: int, groups: int, device: torch.device) -> torch.Tensor:
+def _column_major(rows: int, groups: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    return torch.empty((groups, rows), dtype=dtype, device=device).t()
+
+
+def _tma_aligned(rows: int, groups: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    return torch.empty((groups, align4(rows)), dtype=dtype, device=device)[:, :rows].t()
+
+
+def _packed(rows: int, groups: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
     words = align4(groups) // 4
     return torch.empty((words, align4(rows)), dtype=torch.int32, device=device)[:, :rows].t()
 
 
-def _as_is(scales: torch.Tensor, groups: int) -> torch.Tensor:
+def _as_is(scales: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     return scales
 
 
@@ -97,7 +126,7 @@ def _copy_aligned(stored: torch.Tensor, scales: torch.Tensor) -> None:
     scales.copy_(stored)
 
 
-def _unpack(scales: torch.Tensor, groups: int) -> torch.Tensor:
+def _unpack(scales: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
     return (scales.unsqueeze(-1) >> shifts).bitwise_and(0xFF).to(torch.uint8).flatten(-2)[:, :groups]
 
@@ -109,7 +138,37 @@ def _pack(stored: torch.Tensor, scales: torch.Tensor) -> None:
     scales.copy_(padded.view(torch.int32))
 
 
-# fp32 [M, G]: stride (G, 1).
+def _swizzled(tile_rows: int) -> dict[str, Any]:
+    """The host functions of a layout of tiles of `tile_rows` rows and 4 groups."""
+    parts = (tile_rows // 32, 32) if tile_rows == 128 else (1, tile_rows)
+
+    def allocate(rows: int, groups: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return torch.empty((align(rows, tile_rows), align(groups, 4)), dtype=dtype, device=device)
+
+    def tiles(scales: torch.Tensor) -> torch.Tensor:
+        """A view by [row tile, row part, row in part, group tile, group in tile]."""
+        across = scales.shape[1] // 4
+        return scales.view(-1, across, parts[1], parts[0], 4).permute(0, 3, 2, 1, 4)
+
+    def unpack(scales: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
+        return tiles(scales).reshape(scales.shape)[:rows, :groups]
+
+    def pack(stored: torch.Tensor, scales: torch.Tensor) -> None:
+        padded = torch.zeros(scales.shape, dtype=scales.dtype, device=scales.device)
+        padded[: stored.shape[0], : stored.shape[1]] = stored
+        view = tiles(scales)
+        view.copy_(padded.view(view.shape))
+
+    return {
+        "allocate": allocate,
+        "unpack": unpack,
+        "pack": pack,
+        "padded_rows": lambda rows: align(rows, tile_rows),
+        "padded_groups": align4,
+    }
+
+
+# fp32 or bytes [M, G]: stride (G, 1).
 ROW_MAJOR = Layout("row_major", _row_major, strided_offset, _as_is, _copy)
 # fp32 [M, G]: stride (1, M). CUTLASS block-scaled GEMM.
 COLUMN_MAJOR = Layout("column_major", _column_major, strided_offset, _as_is, _copy)
@@ -119,3 +178,7 @@ TMA_ALIGNED = Layout("tma_aligned", _tma_aligned, strided_offset, _as_is, _copy_
 PACKED = Layout(
     "packed", _packed, packed_offset, _unpack, _pack, padded_rows=align4, padded_groups=align4, in_bytes=True
 )
+# bytes [M rounded up to 128 or 8, G rounded up to 4], in the order of the tensor core's scale tiles; padding 0. cuBLAS,
+# CUTLASS and FlashInfer read the first, TensorRT-LLM's kernels for few tokens the second.
+SWIZZLED_128X4 = Layout("swizzled_128x4", offset=swizzled_128x4_offset, **_swizzled(128))
+SWIZZLED_8X4 = Layout("swizzled_8x4", offset=swizzled_8x4_offset, **_swizzled(8))

@@ -1,11 +1,11 @@
 """torch.library ops: `tq::<producer>` for every registered producer, so that torch.compile sees one opaque call.
 
     tq::<name>(<parameters of bind>, *, str scheme, <common options>) -> Tensor[]
-    tq::<name>_out(..., Tensor(a!) <mutated>) -> (Tensor codes, Tensor scales)
+    tq::<name>_out(..., Tensor(a!) <mutated>) -> (Tensor codes, Tensor scales, Tensor zero points, Tensor y)
 
-The list holds the codes, the scales of a dynamic scheme, and the side outputs. The second form exists for a producer
-that can write into a given tensor; an op that mutates cannot return a list, so its scales are empty if there are none.
-"""
+The list holds the codes, the scales and zero points that the scheme computes, the side outputs, and y if it is wanted.
+The second form exists for a producer that can write into a given tensor; an op that mutates cannot return a list, so
+what there is none of is empty."""
 
 from __future__ import annotations
 
@@ -19,8 +19,18 @@ from tq.kernels.plan import Prepared, prepare, prepare_again
 from tq.kernels.producer import Producer
 from tq.kernels.schemes import find_scheme
 
-COMMON = "str scheme, Tensor? scale=None, Tensor? scale_ub=None, str? layout=None, float? min_scale=None"
-COMMON_NAMES = ("scale", "scale_ub", "layout", "min_scale")
+COMMON = {
+    "scale": "Tensor",
+    "scale_ub": "Tensor",
+    "zero_point": "Tensor",
+    "smooth_scale": "Tensor",
+    "global_scale_inv": "Tensor",
+    "tokens_per_expert": "Tensor",
+    "layout": "str",
+    "min_scale": "float",
+    "data_width": "int",
+    "return_unquantized": "bool",
+}
 TYPES = {"Tensor": "Tensor", "float": "float", "int": "int", "bool": "bool", "str": "str"}
 
 _library = torch.library.Library("tq", "FRAGMENT")
@@ -44,22 +54,24 @@ def schema_of(producer: Producer, mutated: tuple[str, ...]) -> str:
             positional.append(f"{TYPES[annotation]} {name}")
         else:
             positional.append(f"{TYPES[annotation]} {name}={parameter.default}")
-    return f"({', '.join(positional)}, *, {', '.join([*keyword, COMMON])})"
+    common = [f"{kind}? {name}=None" for name, kind in COMMON.items()]
+    return f"({', '.join(positional)}, *, {', '.join([*keyword, 'str scheme', *common])})"
 
 
-def outputs_of_mutating(prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales; the side outputs are the caller's."""
-    scales = prepared.scales
-    if scales is None:
-        scales = torch.empty(0, dtype=torch.float32, device=prepared.plan.device)
-    return prepared.codes, scales
+def outputs_of_mutating(prepared: Prepared) -> tuple[torch.Tensor, ...]:
+    """Codes, scales, zero points and y; the side outputs are the caller's."""
+    device = prepared.plan.device
+    outputs = prepared.scales, prepared.zero_points, prepared.unquantized
+    return prepared.codes, *(torch.empty(0, device=device) if output is None else output for output in outputs)
 
 
 def register_op(producer: Producer) -> None:
     """Defines and implements the ops of a producer. The fake is the implementation without its launch."""
     forms: list[tuple[str, tuple[str, ...], str, Any]] = [(producer.name, (), "Tensor[]", outputs_of)]
     if producer.mutates:
-        forms.append((f"{producer.name}_out", producer.mutates, "(Tensor, Tensor)", outputs_of_mutating))
+        forms.append(
+            (f"{producer.name}_out", producer.mutates, "(Tensor, Tensor, Tensor, Tensor)", outputs_of_mutating)
+        )
     for name, mutated, returns, collect in forms:
         _library.define(f"{name}{schema_of(producer, mutated)} -> {returns}")
 
@@ -82,5 +94,8 @@ def call_op(producer: Producer, arguments: tuple, scheme: str, options: dict[str
     given = {name: value for name, value in options.items() if value is not None}
     if not mutated:
         return list(getattr(torch.ops.tq, producer.name)(*arguments, scheme=scheme, **given))
-    codes, scales = getattr(torch.ops.tq, f"{producer.name}_out")(*arguments, scheme=scheme, **given)
-    return [codes, *([scales] if find_scheme(producer.name, scheme).dynamic else []), *mutated]
+    codes, scales, zero_points, y = getattr(torch.ops.tq, f"{producer.name}_out")(*arguments, scheme=scheme, **given)
+    found = find_scheme(producer.name, scheme)
+    wanted = found.dynamic, found.dynamic and found.rule.zero_point
+    computed = [output for output, there in zip((scales, zero_points), wanted, strict=True) if there]
+    return [codes, *computed, *mutated, *([y] if options.get("return_unquantized") else [])]

@@ -86,7 +86,7 @@ class Producer:
     reference: (same arguments, precision=) -> `Reference`, the torch form, rounding where the kernel does.
     replaces: the vLLM op a scheme makes it equal to. mutates: parameters of `bind` that are written where given.
     example: (rows, hidden size, dtype, device) -> (arguments, options) for tests and benchmarks; optional: options in
-    it that may be left out, so that both forms are measured.
+    it that may be left out, so that both forms are measured. parts: the first argument has parts * N columns.
     """
 
     name: str
@@ -100,6 +100,7 @@ class Producer:
     mutates: tuple[str, ...] = ()
     example: Callable[..., tuple[tuple, dict[str, Any]]] | None = None
     optional: tuple[str, ...] = ()
+    parts: int = 1
     device: DeviceProducer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class Producer:
             object.__setattr__(self, "example", example_rows)
 
     def _check_x(self, x: torch.Tensor, *rest: Any, **options: Any) -> None:
-        check_rows(self.name, "x", x)
+        check_rows(self.name, "x", x, parts=self.parts)
 
     def __call__(self, *inputs: Any, scheme: str, **options: Any) -> Any:
         """Runs the producer: see `tq.kernels.launch.call`."""

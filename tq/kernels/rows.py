@@ -12,14 +12,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tq.kernels.device import magnitude
+from tq.kernels.device import load_vector, store_rows
 
 
 class Tiling(NamedTuple):
     """How [M, N] is cut: a program has TILES tiles, PROGRAMS programs share a row. Consecutive programs are neighbours
-    in memory; with PROGRAMS = 1 a program sees its rows entirely."""
+    in memory; with PROGRAMS = 1 a program sees its rows entirely. WIDTH: columns of the codes, those past N zero."""
 
     N: tl.constexpr
+    WIDTH: tl.constexpr
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     TILES: tl.constexpr
@@ -27,10 +28,20 @@ class Tiling(NamedTuple):
 
 
 @triton.jit
-def rows_of(tiling):
-    """Rows of this program, int64 [BLOCK_M, 1]: a row times its stride leaves 32 bits."""
+def rows_of(M, padded_M, tokens_per_expert, tiling):
+    """(row, token, exists, expert) of this program: row and token int64 [BLOCK_M, 1], the token counted in its expert.
+    A row times its stride leaves 32 bits."""
     block = tl.program_id(0) // tiling.PROGRAMS
-    return (block.to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
+    if tokens_per_expert is None:
+        token = (block.to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
+        rows = (token, token, token < M, 0)
+    else:
+        blocks = tl.cdiv(padded_M, tiling.BLOCK_M)
+        expert = (block // blocks).to(tl.int64)
+        token = ((block % blocks).to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
+        exists = (token < tl.load(tokens_per_expert + expert)) & (token < M)
+        rows = (token + expert * M, token, exists, expert)
+    return rows
 
 
 @triton.jit
@@ -48,23 +59,30 @@ def columns_of(t: tl.constexpr, tiling):
 
 
 @triton.jit
-def inside(t: tl.constexpr, col, tiling):
-    """Which columns of tile t exist, bool [1, BLOCK_N]; a constant where all do, so that no test is compiled."""
+def below(t: tl.constexpr, col, END: tl.constexpr, tiling):
+    """Which columns of tile t lie below END, bool [1, columns]; a constant where all do, so that no test is
+    compiled."""
     columns: tl.constexpr = (t + 1) * tiling.BLOCK_N if tiling.PROGRAMS == 1 else tiling.TILES * tiling.BLOCK_N
-    full: tl.constexpr = columns <= tiling.N if tiling.PROGRAMS == 1 else tiling.N % columns == 0
+    full: tl.constexpr = columns <= END if tiling.PROGRAMS == 1 else END % columns == 0
     if full:
-        return tl.full([1, tiling.BLOCK_N], True, tl.int1)
-    return col < tiling.N
+        return tl.full(col.shape, True, tl.int1)
+    return col < END
 
 
 @triton.jit
-def produce(producer, args, row, M, tiling):
+def inside(t: tl.constexpr, col, tiling):
+    """Which columns of tile t exist."""
+    return below(t, col, tiling.N, tiling)
+
+
+@triton.jit
+def produce(producer, args, row, exists, tiling):
     """The producer's rows: a tuple of TILES fp32 tiles, 0 outside. A moment is a mean over the row, and a later one
     (a variance) may use an earlier one (a mean)."""
     loaded = ()
     for t in tl.static_range(tiling.TILES):
         col = columns_of(t, tiling)
-        loaded = loaded + (producer.load(args, row, col, (row < M) & inside(t, col, tiling)),)
+        loaded = loaded + (producer.load(args, row, col, exists & inside(t, col, tiling)),)
     means = ()
     for i in tl.static_range(len(producer.moments)):
         total = tl.zeros([tiling.BLOCK_M, tiling.BLOCK_N], tl.float32)
@@ -76,99 +94,151 @@ def produce(producer, args, row, M, tiling):
     produced = ()
     for t in tl.static_range(tiling.TILES):
         col = columns_of(t, tiling)
-        exists = inside(t, col, tiling)
-        produced = produced + (
-            tl.where(exists, producer.apply(args, loaded[t], means, row, col, (row < M) & exists), 0.0),
-        )
+        here = inside(t, col, tiling)
+        produced = produced + (tl.where(here, producer.apply(args, loaded[t], means, row, col, exists & here), 0.0),)
     return produced
 
 
 @triton.jit
-def fit_row(y, scheme, given, tiling):
-    """The scale a whole row shares, fp32 [BLOCK_M, 1, 1]; unused zeros where groups have their own."""
-    amax = tl.zeros([tiling.BLOCK_M, 1], tl.float32)
+def smooth(y, inputs, tiling):
+    """y * smooth_scale, where there is one."""
+    if inputs.smooth_scale is None:
+        smoothed = y
+    else:
+        smoothed = ()
+        for t in tl.static_range(tiling.TILES):
+            col = columns_of(t, tiling)
+            smoothed = smoothed + (y[t] * load_vector(inputs.smooth_scale, col, inside(t, col, tiling)),)
+    return smoothed
+
+
+@triton.jit
+def row_maxima(y, scheme, tiling):
+    """The maxima that a whole row shares, each fp32 [BLOCK_M, 1, 1]; zeros where a scale is given or groups have their
+    own."""
+    maxima = ()
     if scheme.GROUP == 0:
-        widest = magnitude(y[0])
-        for t in tl.static_range(1, tiling.TILES):
-            widest = tl.maximum(widest, magnitude(y[t]))
-        amax = tl.max(widest, 1, keep_dims=True)
-    if scheme.GROUP <= 0:
-        amax = scheme.rule.fit(amax, given, scheme.code.MAX)
-    return amax[:, :, None]
+        for i in tl.static_range(len(scheme.rule.peaks)):
+            widest = tl.full([tiling.BLOCK_M, tiling.BLOCK_N], float("-inf"), tl.float32)
+            for t in tl.static_range(tiling.TILES):
+                peak = scheme.rule.peaks[i](y[t])
+                if len(scheme.rule.peaks) > 1:  # a zero outside is the least of magnitudes, not of values
+                    peak = tl.where(inside(t, columns_of(t, tiling), tiling), peak, float("-inf"))
+                widest = peak if t == 0 else tl.maximum(widest, peak)
+            maxima = maxima + (tl.max(widest, 1, keep_dims=True)[:, :, None],)
+    else:
+        maxima = (tl.zeros([tiling.BLOCK_M, 1, 1], tl.float32),)
+    return maxima
 
 
 @triton.jit
 def grouped(tile, scheme, tiling):
-    """[BLOCK_M, BLOCK_N] -> [BLOCK_M, groups, group size]."""
-    size: tl.constexpr = scheme.GROUP if scheme.GROUP > 0 else tiling.BLOCK_N
-    return tl.reshape(tile, [tiling.BLOCK_M, tiling.BLOCK_N // size, size])
+    """[BLOCK_M, columns or bytes] -> [BLOCK_M, groups, those of a group]."""
+    groups: tl.constexpr = tiling.BLOCK_N // scheme.GROUP if scheme.GROUP > 0 else 1
+    return tl.reshape(tile, [tiling.BLOCK_M, groups, tile.shape[1] // groups])
 
 
 @triton.jit
-def fit_groups(y, row_scale, scheme, given):
-    """The scales of a grouped tile, fp32 [BLOCK_M, groups, 1]."""
-    if scheme.GROUP <= 0:
-        return row_scale
-    return scheme.rule.fit(tl.max(magnitude(y), 2, keep_dims=True), given, scheme.code.MAX)
+def code_places(codes, row, exists, t: tl.constexpr, scheme, tiling):
+    """(address, mask) of the bytes of tile t, [BLOCK_M, bytes]."""
+    bytes_: tl.constexpr = tiling.BLOCK_N // scheme.code.PER_BYTE
+    at = tl.arange(0, bytes_)[None, :] + first_of(t, bytes_, tiling)
+    width: tl.constexpr = tiling.WIDTH // scheme.code.PER_BYTE
+    return codes + (row * width + at), exists & below(t, at * scheme.code.PER_BYTE, tiling.WIDTH, tiling)
 
 
 @triton.jit
-def scale_pointer(scales, layout):
-    """Where offsets of the layout count from."""
-    if layout.BYTES:
-        pointer = scales.to(tl.pointer_type(tl.uint8), bitcast=True)
-    else:
-        pointer = scales
-    return pointer
+def maxima_of(y, shared, scheme):
+    """The maxima behind each scale of a grouped tile, [BLOCK_M, groups, 1] each; `shared` by the row or of its
+    groups."""
+    maxima = shared
+    if scheme.GROUP > 0:
+        maxima = ()
+        for i in tl.static_range(len(scheme.rule.peaks)):
+            maxima = maxima + (tl.max(scheme.rule.peaks[i](y), 2, keep_dims=True),)
+    return maxima
 
 
 @triton.jit
-def scale_places(scales, row_stride, group_stride, row, t: tl.constexpr, scheme, layout, tiling):
-    """(address, whether it exists) of the scales of tile t, [BLOCK_M, groups, 1]."""
+def scale_places(scales, token, expert, t: tl.constexpr, scheme, layout, tiling):
+    """(address, whether it exists) of the scales of tile t, [BLOCK_M, groups, 1]. scales: pointer and strides of token,
+    group and expert."""
     if scheme.GROUP <= 0:
         group = tl.zeros([1, 1, 1], tl.int32)
     else:
         groups: tl.constexpr = tiling.BLOCK_N // scheme.GROUP
         group = (tl.arange(0, groups) + first_of(t, groups, tiling))[None, :, None]
-    address = scale_pointer(scales, layout) + layout.offset(row[:, :, None], group, row_stride, group_stride)
-    return address, group * scheme.GROUP < tiling.N
+    return scale_address(scales, token[:, :, None], group, expert, layout), group * scheme.GROUP < tiling.N
 
 
 @triton.jit
-def clear_missing_groups(scales, row_stride, group_stride, row, padded_M, scheme, layout, tiling):
+def scale_address(scales, token, group, expert, layout):
+    """Where the scale of a token and a group lies."""
+    pointer = scales[0]
+    if layout.BYTES:
+        pointer = pointer.to(tl.pointer_type(tl.uint8), bitcast=True)
+    return pointer + layout.offset(token, group, scales[1], scales[2]) + expert * scales[3]
+
+
+@triton.jit
+def clear_missing_groups(scales, token, written, expert, scheme, layout, tiling):
     """Zeros for the scales of groups that a row does not have and its layout does; by the first program of a row."""
     groups: tl.constexpr = tiling.N // scheme.GROUP
     if groups < layout.GROUPS:
         group = (tl.arange(0, 4) + groups)[None, :]
-        address = scale_pointer(scales, layout) + layout.offset(row, group, row_stride, group_stride)
-        end = tl.where(tl.program_id(0) % tiling.PROGRAMS == 0, padded_M, 0)
-        missing = (group < layout.GROUPS) & (row < end)
-        tl.store(address, tl.zeros([tiling.BLOCK_M, 4], tl.uint8), mask=missing)
+        address = scale_address(scales, token, group, expert, layout)
+        end = tl.where(tl.program_id(0) % tiling.PROGRAMS == 0, layout.GROUPS, 0)
+        tl.store(address, tl.zeros([tiling.BLOCK_M, 4], tl.uint8), mask=(group < end) & written)
 
 
 # One binary serves every number of rows and every scale layout.
-@triton.jit(do_not_specialize=["scale_row_stride", "scale_group_stride", "M", "padded_M"])
+@triton.jit(do_not_specialize=["scale_row_stride", "scale_group_stride", "scale_expert_stride", "M", "padded_M"])
 def quantize_rows_kernel(
-    codes, scales, scale_row_stride, scale_group_stride, M, padded_M, producer, args, scheme, layout, inputs, tiling
+    codes,
+    scales,
+    scale_row_stride,
+    scale_group_stride,
+    scale_expert_stride,
+    zero_points,
+    unquantized,
+    M,
+    padded_M,
+    tokens_per_expert,
+    producer,
+    args,
+    scheme,
+    layout,
+    inputs,
+    tiling,
 ):
-    """store(quantize(produce(args), scheme)). Rows in [M, padded_M) exist for the scales alone and are zero."""
+    """store(quantize(produce(args), scheme)). Tokens in [M, padded_M) exist for the scales alone and are zero; those an
+    expert does not have are left as they are."""
     given = scheme.rule.load(inputs)
-    row = rows_of(tiling)
-    y = produce(producer, args, row, M, tiling)
-    row_scale = fit_row(y, scheme, given, tiling)
+    row, token, exists, expert = rows_of(M, padded_M, tokens_per_expert, tiling)
+    written = exists if tokens_per_expert is not None else token < padded_M
+    place = (scales, scale_row_stride, scale_group_stride, scale_expert_stride)
+    y = produce(producer, args, row, exists, tiling)
+    if unquantized is not None:
+        for t in tl.static_range(tiling.TILES):
+            col = columns_of(t, tiling)
+            store_rows(unquantized, row, col, y[t], exists & inside(t, col, tiling))
+    y = smooth(y, inputs, tiling)
+    shared = row_maxima(y, scheme, tiling)
     for t in tl.static_range(tiling.TILES):
         y_groups = grouped(y[t], scheme, tiling)
-        scale = fit_groups(y_groups, row_scale, scheme, given)
-        tile_codes = scheme.code.encode(scheme.rule.scaled(y_groups, scale))
-        col = columns_of(t, tiling)
-        tile_codes = tl.reshape(tile_codes, [tiling.BLOCK_M, tiling.BLOCK_N])
-        tl.store(codes + (row * tiling.N + col), tile_codes, mask=(row < M) & inside(t, col, tiling))
+        maxima = maxima_of(y_groups, shared, scheme)
+        fitted = scheme.rule.fit(maxima, given, scheme.code)
+        tile_codes = scheme.code.encode(scheme.rule.scaled(y_groups, fitted, maxima, given, scheme.code))
+        place_codes, mask = code_places(codes, row, exists, t, scheme, tiling)
+        tl.store(place_codes, tl.reshape(tile_codes, place_codes.shape), mask=mask)
         if scheme.GROUP > 0 or (scheme.GROUP == 0 and t == 0):
-            address, exists = scale_places(scales, scale_row_stride, scale_group_stride, row, t, scheme, layout, tiling)
-            stored = tl.where(row[:, :, None] < M, scheme.rule.store(scale), 0)
-            tl.store(address, stored, mask=exists & (row[:, :, None] < padded_M))
+            address, there = scale_places(place, token, expert, t, scheme, layout, tiling)
+            stored = tl.where(exists[:, :, None], scheme.rule.store(fitted[0]), 0)
+            tl.store(address, stored, mask=there & written[:, :, None])
+            if len(fitted) > 1:
+                tl.store(zero_points + row[:, :, None], fitted[1].to(tl.int32), mask=exists[:, :, None])
     if scheme.GROUP > 0:
-        clear_missing_groups(scales, scale_row_stride, scale_group_stride, row, padded_M, scheme, layout, tiling)
+        clear_missing_groups(place, token, written, expert, scheme, layout, tiling)
 
 
 # Columns of the report of check_rows_kernel.
@@ -181,54 +251,78 @@ def total(values):
     return tl.sum(tl.sum(values.to(tl.float32), 2), 1, keep_dims=True)
 
 
-@triton.jit(do_not_specialize=["scale_row_stride", "scale_group_stride", "M"])
+@triton.jit(do_not_specialize=["scale_row_stride", "scale_group_stride", "scale_expert_stride", "M"])
 def check_rows_kernel(
-    codes, scales, scale_row_stride, scale_group_stride, report, M, producer, args, scheme, layout, inputs, tiling
+    codes,
+    scales,
+    scale_row_stride,
+    scale_group_stride,
+    scale_expert_stride,
+    zero_points,
+    report,
+    M,
+    tokens_per_expert,
+    producer,
+    args,
+    scheme,
+    layout,
+    inputs,
+    tiling,
 ):
-    """compare(decode(codes) * scales, produce(args)): one row of `report` (fp32 [M, len(REPORT)]) per token.
+    """compare(value(decode(codes), scales), produce(args)): one row of `report` (fp32 [rows, len(REPORT)]) per token.
 
-    A code is wrong where it is not the one of y at the stored scale; a scale, where it is not the one fitted to y. The
-    worst error is over elements inside the code's range, half a spacing beyond its largest value included, in units of
-    the code's spacing there; the others are saturated. Each token is summed by
-    one program in a fixed order, so two runs agree bit for bit. Needs PROGRAMS = 1.
-    """
+    A code is wrong where it is not the one of y at the stored scale; a scale, where it or its zero point is not the one
+    fitted to y. The worst error is over elements inside the code's range, half a spacing beyond its largest value
+    included, in units of the code's spacing there; the others are saturated. Each token is summed by one program in a
+    fixed order, so two runs agree bit for bit. Needs PROGRAMS = 1."""
     given = scheme.rule.load(inputs)
-    row = rows_of(tiling)
-    y_tiles = produce(producer, args, row, M, tiling)
-    row_scale = fit_row(y_tiles, scheme, given, tiling)
+    row, token, exists, expert = rows_of(M, M, tokens_per_expert, tiling)
+    place = (scales, scale_row_stride, scale_group_stride, scale_expert_stride)
+    y_tiles = smooth(produce(producer, args, row, exists, tiling), inputs, tiling)
+    shared = row_maxima(y_tiles, scheme, tiling)
     none = tl.zeros([tiling.BLOCK_M, 1], tl.float32)
     worst, wrong_codes, wrong_scales, nonfinite, saturated, signal, noise = none, none, none, none, none, none, none
     for t in tl.static_range(tiling.TILES):
         col = columns_of(t, tiling)
-        mask = (row < M) & inside(t, col, tiling)
-        stored_codes = grouped(tl.load(codes + (row * tiling.N + col), mask=mask, other=0), scheme, tiling)
-        mask = grouped(mask.broadcast_to(tiling.BLOCK_M, tiling.BLOCK_N), scheme, tiling)
+        place_codes, byte_mask = code_places(codes, row, exists, t, scheme, tiling)
+        stored_codes = grouped(tl.load(place_codes, mask=byte_mask, other=0), scheme, tiling)
+        byte_mask = grouped(byte_mask.broadcast_to(place_codes.shape), scheme, tiling)
+        mask = (exists & inside(t, col, tiling)).broadcast_to(tiling.BLOCK_M, tiling.BLOCK_N)
+        mask = grouped(mask, scheme, tiling)
         y = grouped(y_tiles[t], scheme, tiling)
-        fitted = fit_groups(y, row_scale, scheme, given)
-        address, exists = scale_places(scales, scale_row_stride, scale_group_stride, row, t, scheme, layout, tiling)
-        exists = exists & (row[:, :, None] < M)
-        stored = scheme.rule.restore(tl.load(address, mask=exists, other=0))
-        stored = tl.where(exists, stored, 1.0)
+        maxima = maxima_of(y, shared, scheme)
+        fitted = scheme.rule.fit(maxima, given, scheme.code)
+        address, there = scale_places(place, token, expert, t, scheme, layout, tiling)
+        there = there & exists[:, :, None]
+        stored = (tl.where(there, scheme.rule.restore(tl.load(address, mask=there, other=0)), 1.0),)
+        if len(fitted) > 1:
+            if scheme.GROUP < 0:
+                stored = stored + (fitted[1],)
+            else:
+                stored = stored + (tl.load(zero_points + row[:, :, None], mask=there, other=0).to(tl.float32),)
         if scheme.GROUP > 0 or t == 0:
-            wrong_scales += total(exists & (stored != fitted))
-            nonfinite += total(exists & ((stored != stored) | (tl.abs(stored) == float("inf"))))
-        quotient = scheme.rule.scaled(y, stored)
-        wrong_codes += total(mask & (stored_codes != scheme.code.encode(quotient)))
+            differs = stored[0] != fitted[0]
+            if len(fitted) > 1:
+                differs = differs | (stored[1] != fitted[1])
+            wrong_scales += total(there & differs)
+            nonfinite += total(there & ((stored[0] != stored[0]) | (tl.abs(stored[0]) == float("inf"))))
+        quotient = scheme.rule.scaled(y, stored, maxima, given, scheme.code)
+        wrong_codes += total(byte_mask & (stored_codes != scheme.code.encode(quotient)))
         spacing = scheme.code.spacing(quotient)
         beyond = tl.abs(quotient) > scheme.code.MAX + 0.5 * spacing
         saturated += total(mask & beyond)
-        error = tl.abs(scheme.code.decode(stored_codes) * stored - y)
+        error = tl.abs(scheme.rule.value(scheme.code.decode(stored_codes), stored, given) - y)
         known = mask & (error == error)
         signal += total(tl.where(known, y * y, 0.0))
         noise += total(tl.where(known, error * error, 0.0))
-        ulps = tl.where(known & (beyond == 0), error / (spacing * stored), 0.0)
+        unit = spacing * scheme.rule.value(tl.full(stored[0].shape, 1.0, tl.float32), (stored[0], 0.0), given)
+        ulps = tl.where(known & (beyond == 0) & (error > 0.0), error / unit, 0.0)
         worst = tl.maximum(worst, tl.max(tl.max(ulps, 2), 1, keep_dims=True))
-    place = report + row * 7
-    keep = row < M
-    tl.store(place, worst, mask=keep)
-    tl.store(place + 1, wrong_codes, mask=keep)
-    tl.store(place + 2, wrong_scales, mask=keep)
-    tl.store(place + 3, nonfinite, mask=keep)
-    tl.store(place + 4, saturated, mask=keep)
-    tl.store(place + 5, signal, mask=keep)
-    tl.store(place + 6, noise, mask=keep)
+    report_row = report + row * 7
+    tl.store(report_row, worst, mask=exists)
+    tl.store(report_row + 1, wrong_codes, mask=exists)
+    tl.store(report_row + 2, wrong_scales, mask=exists)
+    tl.store(report_row + 3, nonfinite, mask=exists)
+    tl.store(report_row + 4, saturated, mask=exists)
+    tl.store(report_row + 5, signal, mask=exists)
+    tl.store(report_row + 6, noise, mask=exists)

@@ -17,12 +17,7 @@ def reference(x: torch.Tensor, *, precision: torch.dtype = torch.float32) -> Ref
 
 
 def replaces(scheme: Scheme) -> Replaced:
-    op = {
-        "tensor": "static_scaled_fp8_quant",
-        "token": "dynamic_per_token_scaled_fp8_quant",
-        "group": "per_token_group_fp8_quant",
-    }[scheme.granularity]
-    return Replaced(f"_C.{op}", {})
+    return Replaced(scheme.quantizer, {})
 
 
 QUANTIZE = register_producer(Producer("quantize", load=load_x, reference=reference, replaces=replaces))

@@ -25,7 +25,8 @@ from tq.kernels.producer import (
     register_producer,
     round_through,
 )
-from tq.kernels.schemes import AMAX_MULTIPLYING, VLLM_MIN_SCALE, Scheme
+from tq.kernels.rules import AMAX_MULTIPLYING
+from tq.kernels.schemes import VLLM_MIN_SCALE, Scheme
 
 ROUNDINGS = ("none", "after_weight", "before_and_after_weight")
 
@@ -154,17 +155,17 @@ def reference(
 
 
 def replaces(scheme: Scheme) -> Replaced:
-    if scheme.granularity == "tensor":
+    if scheme.quantizer == "_C.static_scaled_fp8_quant":
         options = {"rounding": "after_weight", "round_residual": True}
         return Replaced("_C.rms_norm_static_fp8_quant", options)
     options = {"rounding": "before_and_after_weight", "round_residual": False}
-    if scheme.granularity == "token":
+    if scheme.quantizer == "_C.dynamic_per_token_scaled_fp8_quant":
         return Replaced("_C.rms_norm_dynamic_per_token_quant", options)
-    if scheme.rule is AMAX_MULTIPLYING:
+    if scheme.quantizer == "_C.per_token_group_fp8_quant" and scheme.rule is AMAX_MULTIPLYING:
         return Replaced("_C.rms_norm_per_block_quant", options, VLLM_MIN_SCALE)
-    # No fused op has these scales: what the norm and the group quantizer give one after the other.
+    # No fused op has these scales: what the norm and the quantizer give one after the other.
     options = {"rounding": "after_weight", "round_residual": True}
-    return Replaced("_C.(fused_add_)rms_norm + _C.per_token_group_fp8_quant", options)
+    return Replaced(f"_C.(fused_add_)rms_norm + {scheme.quantizer}", options)
 
 
 def example(rows: int, hidden_size: int, dtype: torch.dtype, device: Any) -> tuple[tuple, dict[str, Any]]:

@@ -22,7 +22,8 @@ from tq.kernels.producer import (
     register_producer,
     round_through,
 )
-from tq.kernels.schemes import AMAX_MULTIPLYING, VLLM_MIN_SCALE, Scheme
+from tq.kernels.rules import AMAX_MULTIPLYING
+from tq.kernels.schemes import VLLM_MIN_SCALE, Scheme
 
 ROUNDINGS = ("none", "product", "activation_and_product")
 
@@ -67,14 +68,14 @@ def reference(x: torch.Tensor, *, rounding: str, precision: torch.dtype = torch.
 
 
 def replaces(scheme: Scheme) -> Replaced:
-    if scheme.granularity == "group" and scheme.rule is AMAX_MULTIPLYING:
+    if scheme.quantizer == "_C.per_token_group_fp8_quant" and scheme.rule is AMAX_MULTIPLYING:
         return Replaced("_C.silu_and_mul_per_block_quant", {"rounding": "none"}, VLLM_MIN_SCALE)
-    op = {
-        "tensor": "_C.silu_and_mul_quant",
-        "token": "_C.silu_and_mul + _C.dynamic_per_token_scaled_fp8_quant",
-        "group": "_C.silu_and_mul + _C.per_token_group_fp8_quant",
-    }[scheme.granularity]
-    return Replaced(op, {"rounding": "activation_and_product"})
+    options = {"rounding": "activation_and_product"}
+    if scheme.quantizer == "_C.static_scaled_fp8_quant":
+        return Replaced("_C.silu_and_mul_quant", options)
+    if scheme.quantizer == "_C.scaled_fp4_quant":
+        return Replaced("_C.silu_and_mul_nvfp4_quant", {"rounding": "product"})
+    return Replaced(f"_C.silu_and_mul + {scheme.quantizer}", options)
 
 
 def example(rows: int, hidden_size: int, dtype: torch.dtype, device: Any) -> tuple[tuple, dict[str, Any]]:
@@ -83,7 +84,14 @@ def example(rows: int, hidden_size: int, dtype: torch.dtype, device: Any) -> tup
 
 SILU_MUL = register_producer(
     Producer(
-        "silu_mul", load=load_silu_mul, reference=reference, bind=bind, check=check, replaces=replaces, example=example
+        "silu_mul",
+        load=load_silu_mul,
+        reference=reference,
+        bind=bind,
+        check=check,
+        replaces=replaces,
+        example=example,
+        parts=2,
     )
 )
 
