@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
-from tq.kernels.codes import E4M3
 from tq.kernels.launch import run
-from tq.kernels.plan import Prepared
-from tq.kernels.rules import AMAX_DIVIDING, AMAX_MULTIPLYING, STATIC
+from tq.kernels.plan import Prepared, replaced
+from tq.kernels.rules import ScaleInputs
 
 
 class Peer(NamedTuple):
@@ -40,58 +39,115 @@ def vllm_library() -> Any | None:
         return None
 
 
+class Job(NamedTuple):
+    """What vLLM's ops are called with: x, the other arguments and the residual of the producer, and the outputs."""
+
+    x: torch.Tensor
+    rest: list[Any]
+    residual: torch.Tensor | None
+    out: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    inputs: ScaleInputs
+    group: int
+
+
+# Ops by the names that `replaces` gives. Those of a group quantizer take bounds, and whether scales are powers of two,
+# column-major, and TMA-aligned.
+QUANTIZERS: dict[str, Callable[[Any, Job, torch.Tensor], Any]] = {
+    "_C.static_scaled_fp8_quant": lambda c, job, y: c.static_scaled_fp8_quant(job.out, y, job.inputs.scale, None),
+    "_C.dynamic_per_token_scaled_fp8_quant": lambda c, job, y: c.dynamic_per_token_scaled_fp8_quant(
+        job.out, y, job.scales, None
+    ),
+    "_C.per_token_group_fp8_quant": lambda c, job, y: c.per_token_group_fp8_quant(
+        y, job.out, job.scales, job.group, 1e-10, -448.0, 448.0, *column_flags(job.scales)
+    ),
+    "_C.per_token_group_fp8_quant_packed": lambda c, job, y: c.per_token_group_fp8_quant_packed(
+        y, job.out, job.scales, job.group, 1e-10, -448.0, 448.0
+    ),
+    "_C.static_scaled_int8_quant": lambda c, job, y: c.static_scaled_int8_quant(
+        job.out, y, job.inputs.scale, job.inputs.zero_point
+    ),
+    "_C.dynamic_scaled_int8_quant": lambda c, job, y: c.dynamic_scaled_int8_quant(
+        job.out, y, job.scales, job.zero_points
+    ),
+    "_C.per_token_group_quant_int8": lambda c, job, y: c.per_token_group_quant_int8(
+        y, job.out, job.scales, job.group, 1e-10, -128.0, 127.0
+    ),
+}
+FUSED: dict[str, Callable[[Any, Job], Any]] = {
+    "_C.rms_norm_static_fp8_quant": lambda c, job: (
+        c.rms_norm_static_fp8_quant(job.out, job.x, job.rest[0], job.inputs.scale, job.rest[1])
+        if job.residual is None
+        else c.fused_add_rms_norm_static_fp8_quant(
+            job.out, job.x, job.residual, job.rest[0], job.inputs.scale, job.rest[1]
+        )
+    ),
+    "_C.rms_norm_dynamic_per_token_quant": lambda c, job: c.rms_norm_dynamic_per_token_quant(
+        job.out, job.x, job.rest[0], job.scales, job.rest[1], None, job.residual
+    ),
+    "_C.rms_norm_per_block_quant": lambda c, job: c.rms_norm_per_block_quant(
+        job.out, job.x, job.rest[0], job.scales, job.rest[1], None, job.residual, job.group, False
+    ),
+    "_C.silu_and_mul_quant": lambda c, job: c.silu_and_mul_quant(job.out, job.x, job.inputs.scale),
+    "_C.silu_and_mul_per_block_quant": lambda c, job: c.silu_and_mul_per_block_quant(
+        job.out, job.x, job.scales, job.group, None, False
+    ),
+}
+# Ops that write y, from which a quantizer goes on; a norm with a residual has x in y and works in place.
+UNFUSED: dict[str, Callable[[Any, Job, torch.Tensor], Any]] = {
+    "_C.silu_and_mul": lambda c, job, y: c.silu_and_mul(y, job.x),
+    "_C.gelu_and_mul": lambda c, job, y: c.gelu_and_mul(y, job.x),
+    "_C.(fused_add_)rms_norm": lambda c, job, y: (
+        c.rms_norm(y, job.x, job.rest[0], job.rest[1])
+        if job.residual is None
+        else c.fused_add_rms_norm(y, job.residual, job.rest[0], job.rest[1])
+    ),
+}
+
+
+def column_flags(scales: torch.Tensor) -> tuple[bool, bool, bool]:
+    """Of a power-of-two scheme's scales, the only ones here that are not row-major."""
+    aligned = scales.stride(0) == 1
+    return aligned, aligned, aligned
+
+
+def run_both(c: Any, job: Job, y: torch.Tensor, first: Callable[..., Any], second: Callable[..., Any]) -> None:
+    """y, and y quantized."""
+    first(c, job, y)
+    second(c, job, y)
+
+
 def vllm_peer(prepared: Prepared) -> Peer | None:
-    """vLLM's CUDA op for this producer and scheme, its outputs allocated beforehand as in vLLM's graphs."""
-    library = vllm_library()
-    scheme, x = prepared.plan.scheme, prepared.arguments[0]
-    plain = scheme.code is E4M3 and scheme.rule in (STATIC, AMAX_DIVIDING, AMAX_MULTIPLYING)
-    if library is None or x.device.type != "cuda" or not plain or scheme.group not in (0, 64, 128):
+    """vLLM's CUDA op for this pair, or its two one after the other; outputs allocated beforehand as in vLLM's graphs."""
+    c, plan = vllm_library(), prepared.plan
+    if c is None or plan.device.type != "cuda":
         return None
-    shape = (prepared.plan.rows, prepared.plan.hidden_size)
-    out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((prepared.plan.rows, scheme.groups(prepared.plan.hidden_size)), device=x.device)
+    op = replaced(plan.producer, plan.scheme).op
+    first, _, quantizer = op.rpartition(" + ")
+    out = torch.empty(plan.shape, dtype=plan.scheme.code.torch_dtype, device=plan.device)
+    scales = (
+        out
+        if prepared.scales is None
+        else torch.empty_strided(
+            prepared.scales.shape, prepared.scales.stride(), dtype=prepared.scales.dtype, device=plan.device
+        )
+    )
+    zero_points = None if prepared.zero_points is None else torch.empty_like(prepared.zero_points)
     residual = prepared.options.get("residual")
     residual = None if residual is None else residual.clone()
-    call = _vllm_call(library, prepared, out, scales, residual)
-    if call is None:
-        return None
-    return Peer(call, lambda: (out.view(torch.uint8), scales if scheme.dynamic else None, residual))
-
-
-def _vllm_call(
-    c: Any, prepared: Prepared, out: torch.Tensor, scales: torch.Tensor, residual: torch.Tensor | None
-) -> Callable[[], Any] | None:
-    scale, group, kind = prepared.inputs.scale, prepared.plan.scheme.group, prepared.plan.scheme.granularity
     x, *rest = prepared.arguments
-    match prepared.plan.producer.name, kind:
-        case "rms_norm", "tensor" if residual is None:
-            return lambda: c.rms_norm_static_fp8_quant(out, x, rest[0], scale, rest[1])
-        case "rms_norm", "tensor":
-            return lambda: c.fused_add_rms_norm_static_fp8_quant(out, x, residual, rest[0], scale, rest[1])
-        case "rms_norm", "token":
-            return lambda: c.rms_norm_dynamic_per_token_quant(out, x, rest[0], scales, rest[1], None, residual)
-        case "rms_norm", "group":
-            return lambda: c.rms_norm_per_block_quant(out, x, rest[0], scales, rest[1], None, residual, group, False)
-        case "silu_mul", "tensor":
-            return lambda: c.silu_and_mul_quant(out, x, scale)
-        case "silu_mul", "group":
-            return lambda: c.silu_and_mul_per_block_quant(out, x, scales, group, None, False)
-        case "silu_mul", "token":
-            product = torch.empty(out.shape, dtype=x.dtype, device=x.device)
-
-            def unfused() -> None:
-                c.silu_and_mul(product, x)
-                c.dynamic_per_token_scaled_fp8_quant(out, product, scales, None)
-
-            return unfused
-        case "quantize", "tensor":
-            return lambda: c.static_scaled_fp8_quant(out, x, scale, None)
-        case "quantize", "token":
-            return lambda: c.dynamic_per_token_scaled_fp8_quant(out, x, scales, None)
-        case "quantize", "group":
-            flags = 1e-10, -448.0, 448.0, False, False, False
-            return lambda: c.per_token_group_fp8_quant(x, out, scales, group, *flags)
-    return None
+    job = Job(x, rest, residual, out, scales, zero_points, prepared.inputs, plan.scheme.group)
+    if op in FUSED:
+        call = partial(FUSED[op], c, job)
+    elif quantizer in QUANTIZERS and plan.producer.name == "quantize":
+        call = partial(QUANTIZERS[quantizer], c, job, x)
+    elif quantizer in QUANTIZERS and first in UNFUSED:
+        y = torch.empty(plan.shape, dtype=plan.dtype, device=plan.device) if residual is None else x.clone()
+        call = partial(run_both, c, job, y, UNFUSED[first], QUANTIZERS[quantizer])
+    else:
+        return None
+    return Peer(call, lambda: (out.view(torch.uint8), None if scales is out else scales, residual))
 
 
 def inductor_peer(prepared: Prepared) -> Peer:

@@ -223,7 +223,8 @@ def assemble(
 ) -> Any:
     """The outputs of an op as what `call` returns."""
     x, (codes, *rest) = arguments[0], outputs
-    scale, zero_point = options.get("scale"), options.get("zero_point")
+    scale: Any = options.get("scale")
+    zero_point = options.get("zero_point")
     if scheme.dynamic:
         scale = rest.pop(0)
         if scale.dtype == torch.uint8 != scheme.rule.stored:

@@ -146,7 +146,7 @@ def fill(plan: Plan, arguments: tuple, options: dict[str, Any]) -> Prepared:
             zero_points = torch.empty((plan.rows, 1), dtype=torch.int32, device=device)
     if plan.return_unquantized:
         unquantized = torch.empty(plan.shape, dtype=plan.dtype, device=device)
-    inputs = ScaleInputs(*(options.get(name) for name in INPUT_NAMES), plan.min_scale)
+    inputs = ScaleInputs._make((*map(options.get, INPUT_NAMES), plan.min_scale))
     counts = options.get("tokens_per_expert")
     return Prepared(plan, bound, inputs, arguments, given, codes, scales, zero_points, unquantized, counts)
 
@@ -250,7 +250,7 @@ def check_experts(op: str, tokens_per_expert: torch.Tensor | None, bound: Bound)
     if not isinstance(tokens_per_expert, torch.Tensor) or tokens_per_expert.dtype not in (torch.int32, torch.int64):
         came = getattr(tokens_per_expert, "dtype", type(tokens_per_expert).__name__)
         raise TypeError(f"{op}: tokens_per_expert must be an int32 or int64 tensor, got {came}")
-    check_like(op, "tokens_per_expert", tokens_per_expert, bound.shape[:1], bound.device)
+    check_like(op, "tokens_per_expert", tokens_per_expert, torch.Size(bound.shape[:1]), bound.device)
     if tokens_per_expert.stride(0) != 1 and bound.shape[0] > 1:
         raise ValueError(f"{op}: stride of tokens_per_expert must be 1, got {tokens_per_expert.stride(0)}")
     return bound.shape[0]
