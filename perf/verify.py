@@ -2,157 +2,195 @@
 
     python -m perf.verify [--out perf/results/<gpu>/verify.json]
 
-Exhaustive arithmetic (encoder, division, reciprocal), every producer and scheme against torch for each dtype and number
-of tokens, and CUDA-graph capture with cold and warm kernels. Exits non-zero on any failure.
+Every producer with every scheme against torch; every layout and dtype in turn; the arithmetic over all mantissas;
+vLLM's quantizers where vLLM is installed; CUDA-graph capture with cold and warm kernels; tensors of more than 2^31
+elements; the template kernels under compute-sanitizer where it is installed. Exits non-zero on any failure.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 import typer
 
 import tq
+from perf.arithmetic import arithmetic
 from perf.provenance import gpu_folder, provenance, write
-from tq.kernels import codes, device
+from tq.bench.cases import static_inputs
+from tq.bench.peers import QUANTIZERS, vllm_library, vllm_peer
+from tq.kernels.plan import prepare
 
-TOKENS = (0, 1, 7, 128, 8192)
+TOKENS = (0, 1, 7, 33, 128, 129, 4096, 8192)
 SIZES = (576, 4096, 5120)
 DTYPES = ("bfloat16", "float16", "float32")
-BLOCK = 2048
-MANTISSAS = 1 << 23
 
 
-@triton.jit
-def encode_both_kernel(values, by_integers, by_hardware, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(values + i)
-    tl.store(by_integers + i, codes.encode_e4m3(value))
-    tl.store(by_hardware + i, codes.encode_e4m3_native(value))
+class Combination(NamedTuple):
+    """One kernel, to be tried with every number of tokens."""
+
+    producer: str
+    scheme: str
+    layout: str
+    dtype: str
+    hidden_size: int
 
 
-@triton.jit
-def divide_kernel(differ, MANTISSAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quotients of one mantissa by BLOCK divisors, at two exponents, that are not the IEEE division's."""
-    divisor = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) + 0x3F800000).to(tl.float32, bitcast=True)
-    wrong = 0
-    for exponent in tl.static_range(2):
-        value = tl.full([BLOCK], 1.0, tl.float32) * (1.0 + tl.program_id(1).to(tl.float32) / MANTISSAS)
-        value *= 64.0 if exponent == 0 else 0.0078125
-        quotient = device.divide(value, divisor, device.exact_reciprocal(divisor))
-        wrong += tl.sum((quotient != tl.div_rn(value, divisor)).to(tl.int32))
-    tl.atomic_add(differ, wrong.to(tl.int64))
+def combinations() -> Iterator[Combination]:
+    """Every producer and scheme at every size in bf16; every layout and other dtype with a producer in turn."""
+    producers = list(tq.PRODUCERS)
+    for scheme in tq.SCHEMES.values():
+        sizes = [size for size in SIZES if not scheme.group or size % scheme.group == 0]
+        for size in sizes:
+            for producer in producers:
+                yield Combination(producer, scheme.name, scheme.layouts[0].name, "bfloat16", size)
+        for i, layout in enumerate(scheme.layouts):
+            for j, dtype in enumerate(DTYPES):
+                if i or j:
+                    producer = producers[(3 * i + j + len(scheme.name)) % len(producers)]
+                    yield Combination(producer, scheme.name, layout.name, dtype, sizes[(i + j) % len(sizes)])
 
 
-@triton.jit
-def reciprocal_kernel(differ, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Reciprocals of BLOCK mantissas times SCALE, and quotients by 448, that are not the IEEE division's."""
-    mantissa = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = (mantissa + 0x3F800000).to(tl.float32, bitcast=True) * SCALE
-    one, largest = tl.full([BLOCK], 1.0, tl.float32), tl.full([BLOCK], 448.0, tl.float32)
-    tl.atomic_add(differ, tl.sum((device.exact_reciprocal(value) != tl.div_rn(one, value)).to(tl.int64)))
-    by_constant = device.divide(value, largest, 1.0 / 448.0)
-    tl.atomic_add(differ + 1, tl.sum((by_constant != tl.div_rn(value, largest)).to(tl.int64)))
+def against_reference(combination: Combination) -> dict[str, Any]:
+    """What differs from torch and what the check finds, over all numbers of tokens."""
+    producer, scheme = tq.PRODUCERS[combination.producer], tq.SCHEMES[combination.scheme]
+    row: dict[str, Any] = {**combination._asdict(), "tokens": TOKENS, "codes": 0, "codes_differ": 0, "scales_differ": 0}
+    row |= {"side_outputs_differ": 0, "wrong": 0, "worst_ulps": 0.0}
+    for tokens in TOKENS:
+        torch.manual_seed(tokens + combination.hidden_size)
+        dtype = getattr(torch, combination.dtype)
+        arguments, options = producer.example(tokens, combination.hidden_size, dtype, "cuda")  # type: ignore[misc]
+        options |= {"layout": combination.layout, "scheme": scheme.name} | static_inputs(scheme.name, "cuda")
+        ours = outputs(producer(*arguments, **options))
+        with tq.use_reference():
+            theirs = outputs(producer(*arguments, **options))
+        report = tq.check(producer, *arguments, activation=ours[0], **options)
+        row["codes"] += ours[0].data.numel()
+        row["codes_differ"] += different(ours[0].data, theirs[0].data)
+        row["scales_differ"] += different(ours[0].scale, theirs[0].scale)
+        row["side_outputs_differ"] += sum(different(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True))
+        row["wrong"] += report.wrong_codes + report.wrong_scales + report.nonfinite_scales
+        row["worst_ulps"] = max(row["worst_ulps"], round(report.worst_ulps, 6))
+    return row
 
 
-def arithmetic() -> list[dict[str, Any]]:
-    """The exhaustive checks: how many were made, how many differ."""
-    every = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16)
-    generator = torch.Generator("cuda").manual_seed(1)
-    patterns = torch.randint(-(1 << 31), 1 << 31, (1 << 24,), device="cuda", generator=generator, dtype=torch.int64)
-    inputs = {
-        "all bf16": every.view(torch.bfloat16).float(),
-        "all fp16": every.view(torch.float16).float(),
-        "2^24 random fp32 bit patterns": patterns.to(torch.int32).view(torch.float32),
-    }
-    rows = []
-    for name, values in inputs.items():
-        integers, hardware = torch.empty(2, values.numel(), dtype=torch.uint8, device="cuda")
-        encode_both_kernel[(values.numel() // BLOCK,)](values, integers, hardware, BLOCK)
-        reference = codes.E4M3.reference_encode(values)
-        found = int((integers != hardware).sum()), int((integers != reference).sum())
-        for what, differ in zip(("hardware's", "torch's"), found, strict=True):
-            rows.append({"check": f"E4M3 by integers against {what}, {name}", "made": len(values), "differ": differ})
-    for bits, name in ((7, "bf16"), (10, "fp16")):
-        differ = torch.zeros(1, dtype=torch.int64, device="cuda")
-        divide_kernel[(MANTISSAS // BLOCK, 1 << bits)](differ, 1 << bits, BLOCK)
-        made = 2 * MANTISSAS << bits
-        rows.append({"check": f"division, {name} mantissas by all fp32 ones", "made": made, "differ": int(differ)})
-    counts = torch.zeros(2, dtype=torch.int64, device="cuda")
-    for scale in (1.0, 2.0, 3e-13, 1e-9, 7e35):
-        reciprocal_kernel[(MANTISSAS // BLOCK,)](counts, scale, BLOCK)
-    for what, differ in zip(("reciprocal", "division by 448"), counts.tolist(), strict=True):
-        rows.append({"check": f"{what}, all fp32 mantissas at 5 exponents", "made": 5 * MANTISSAS, "differ": differ})
-    return rows
+def outputs(made: Any) -> tuple:
+    return made if isinstance(made, tuple) else (made,)
 
 
-def against_reference(dtype_name: str, hidden_size: int) -> list[dict[str, Any]]:
-    """Every producer, scheme, layout and number of tokens for one dtype and size."""
-    rows = []
-    for producer in tq.PRODUCERS.values():
-        for scheme in tq.SCHEMES.values():
-            for layout in scheme.layouts if not scheme.group or hidden_size % scheme.group == 0 else ():
-                for tokens in TOKENS:
-                    torch.manual_seed(tokens + hidden_size)
-                    arguments, options = producer.example(tokens, hidden_size, getattr(torch, dtype_name), "cuda")
-                    options |= {"layout": layout.name, "scheme": scheme.name}
-                    if not scheme.dynamic:
-                        options["scale"] = torch.tensor([0.02], device="cuda")
-                    ours = producer(*arguments, **options)
-                    with tq.use_reference():
-                        theirs = producer(*arguments, **options)
-                    ours, theirs = (made if isinstance(made, tuple) else (made,) for made in (ours, theirs))
-                    report = tq.check(producer, *arguments, activation=ours[0], **options)
-                    differ = (ours[0].data.view(torch.uint8) != theirs[0].data.view(torch.uint8)).sum()
-                    side_outputs = zip(ours[1:], theirs[1:], strict=True)
-                    rows.append(
-                        {
-                            "producer": producer.name,
-                            "scheme": scheme.name,
-                            "layout": layout.name,
-                            "dtype": dtype_name,
-                            "tokens": tokens,
-                            "hidden_size": hidden_size,
-                            "codes": ours[0].data.numel(),
-                            "codes_differ": int(differ),
-                            "scales_differ": int((ours[0].scale != theirs[0].scale).sum()),
-                            "side_outputs_differ": sum(int((a != b).sum()) for a, b in side_outputs),
-                            "wrong": report.wrong_codes + report.wrong_scales + report.nonfinite_scales,
-                            "worst_ulps": round(report.worst_ulps, 6),
-                        }
-                    )
+def different(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Elements whose bytes differ."""
+    if a.element_size() == 1:
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return int((a != b).sum())
+
+
+def against_vllm() -> list[dict[str, Any]]:
+    """Codes and scales in which the identity differs from vLLM's quantizers, on 2^24 values of many magnitudes."""
+    rows: list[dict[str, Any]] = []
+    if vllm_library() is None:
+        return rows
+    x = torch.randn(4096, 4096, device="cuda") * torch.logspace(-3, 3, 4096, device="cuda").unsqueeze(-1)
+    for scheme in tq.SCHEMES.values():
+        if scheme.quantizer not in QUANTIZERS or scheme.code not in (
+            tq.SCHEMES["fp8_token"].code,
+            tq.SCHEMES["int8_token"].code,
+        ):
+            continue
+        prepared = prepare(tq.PRODUCERS["quantize"], (x.bfloat16(),), scheme.name, static_inputs(scheme.name, "cuda"))
+        theirs = vllm_peer(prepared)
+        theirs.call()  # type: ignore[union-attr]
+        codes, scales, _ = theirs.outputs()  # type: ignore[union-attr]
+        ours = tq.quantize(x.bfloat16(), scheme=scheme.name, **static_inputs(scheme.name, "cuda"))
+        differ = different(ours.data, codes) + (
+            0 if scales is None else different(ours.scale, scales.view_as(ours.scale))
+        )
+        rows.append({"check": f"{scheme.name} against vLLM's {scheme.quantizer}", "made": x.numel(), "differ": differ})
     return rows
 
 
 def capture() -> list[dict[str, Any]]:
     """First call inside a graph capture, and replay on other values: equal to eager calls?"""
     rows = []
-    for producer in tq.PRODUCERS.values():
-        for scheme in tq.SCHEMES.values():
-            arguments, options = producer.example(7, 1024, torch.bfloat16, "cuda")
-            options["scheme"] = scheme.name
-            if not scheme.dynamic:
-                options["scale"] = torch.tensor([0.02], device="cuda")
-            for state in ("cold", "warm"):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    captured = producer(*arguments, **options)
-                differ = 0
-                for _ in range(2):
-                    graph.replay()
-                    eager = producer(*arguments, **options)
-                    pair = [made[0] if isinstance(made, tuple) else made for made in (captured, eager)]
-                    differ += int((pair[0].data.view(torch.uint8) != pair[1].data.view(torch.uint8)).sum())
-                    arguments[0].copy_(torch.randn_like(arguments[0]))
-                rows.append({"check": f"graph capture, {state}: {producer.name} {scheme.name}", "differ": differ})
+    pairs = [(name, "fp8_token") for name in tq.PRODUCERS] + [("quantize", name) for name in tq.SCHEMES]
+    for name, scheme in dict.fromkeys(pairs):
+        producer = tq.PRODUCERS[name]
+        arguments, options = producer.example(7, 1024, torch.bfloat16, "cuda")  # type: ignore[misc]
+        options |= {"scheme": scheme} | static_inputs(scheme, "cuda")
+        for state in ("cold", "warm"):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = outputs(producer(*arguments, **options))
+            differ = 0
+            for _ in range(2):
+                graph.replay()
+                eager = outputs(producer(*arguments, **options))
+                differ += different(captured[0].data, eager[0].data)
+                arguments[0].copy_(torch.randn_like(arguments[0]))
+            rows.append({"check": f"graph capture, {state}: {name} {scheme}", "differ": differ})
     return rows
+
+
+def large() -> list[dict[str, Any]]:
+    """First and last row of tensors whose offsets leave 32 bits: equal to the row alone? The rows between are zero."""
+    rows = []
+    for name, tokens, columns in (
+        ("silu_mul", 61682, 2 * 17408),
+        ("quantize", 70000, 32768),
+        ("rms_norm", 70000, 32768),
+    ):
+        x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device="cuda")
+        x[0], x[-1] = torch.randn(2, columns, device="cuda").bfloat16()
+        rest = (torch.ones(columns, device="cuda", dtype=torch.bfloat16), 1e-6) if name == "rms_norm" else ()
+        for scheme in ("fp8_tensor", "fp8_token", "fp8_group128", "fp8_group128_ue8m0", "mxfp8", "nvfp4"):
+            inputs, producer = static_inputs(scheme, "cuda"), tq.PRODUCERS[name]
+            made = producer(x, *rest, scheme=scheme, **inputs)
+            data, scales, differ = made.data.view(torch.uint8), made.scales(), 0
+            for row in (0, tokens - 1):
+                alone = producer(x[row : row + 1], *rest, scheme=scheme, **inputs)
+                differ += different(data[row : row + 1], alone.data.view(torch.uint8))
+                if made.scale.numel() > 1:
+                    differ += different(scales[row : row + 1], alone.scales())
+            differ += int(data[1:-1].count_nonzero())
+            rows.append({"check": f"{x.numel()} elements: {name} {scheme}", "differ": differ})
+    return rows
+
+
+def start_sanitizers() -> dict[str, subprocess.Popen]:
+    """compute-sanitizer over one run of every template and layout, by tool; none where it is not installed."""
+    if shutil.which("compute-sanitizer") is None:
+        return {}
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    started = {}
+    for tool in ("memcheck", "racecheck"):
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        command += [sys.executable, "-m", "perf.verify", "--part", "templates"]
+        started[tool] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+    return started
+
+
+def templates() -> None:
+    """One small run of every template, scheme and layout, for the sanitizer."""
+    for scheme in tq.SCHEMES.values():
+        for layout in scheme.layouts:
+            x, more = torch.randn(5, 384, device="cuda").bfloat16(), static_inputs(scheme.name, "cuda")
+            tq.check("quantize", x, scheme=scheme.name, layout=layout.name, **more)
+    weight, counts = torch.ones(384, device="cuda"), torch.tensor([3, 0], device="cuda")
+    tq.check("rms_norm", x, weight, residual=x, scheme="nvfp4", **static_inputs("nvfp4", "cuda"))
+    tq.silu_mul(
+        torch.randn(2, 4, 768, device="cuda"), scheme="mxfp8", tokens_per_expert=counts, return_unquantized=True
+    )
+    torch.cuda.synchronize()
 
 
 def wrong(row: dict[str, Any]) -> bool:
@@ -160,28 +198,39 @@ def wrong(row: dict[str, Any]) -> bool:
     if "check" in row:
         return row["differ"] != 0
     allowed = 0 if row["producer"] == "quantize" else 2 + row["codes"] // 10**5
-    exact = row["wrong"] == 0 and row["side_outputs_differ"] == 0 and row["worst_ulps"] <= 0.50001
+    rounding = 8 * 2.0**-24 * tq.SCHEMES[row["scheme"]].code.steps  # of the quotient and the decoded product
+    exact = row["wrong"] == 0 and row["side_outputs_differ"] == 0 and row["worst_ulps"] <= 0.5 + rounding + 1e-6
     return not exact or row["codes_differ"] > allowed
 
 
-def main(out: Path | None = None, part: str = "") -> None:
-    """Runs everything, one process for each dtype and size: most of the time is compilation."""
+def main(out: Path | None = None, part: str = "", sanitizer: bool = True) -> None:
+    """Runs everything, by many processes: most of the time is compilation."""
+    if part == "templates":
+        return templates()
     if part:
-        dtype_name, hidden_size = part.split(":")
-        print(json.dumps(against_reference(dtype_name, int(hidden_size))))
-        return
-    commands = [[sys.executable, "-m", "perf.verify", "--part", f"{d}:{n}"] for d in DTYPES for n in SIZES]
+        first, step = map(int, part.split("/"))
+        for combination in islice(combinations(), first, None, step):
+            print(json.dumps(against_reference(combination)), flush=True)
+        return None
+    count = min(os.cpu_count() or 1, 16)
+    commands = [[sys.executable, "-m", "perf.verify", "--part", f"{i}/{count}"] for i in range(count)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    rows = capture() + arithmetic()
+    sanitizers = start_sanitizers() if sanitizer else {}
+    rows = capture() + arithmetic() + large() + against_vllm()
     for process in running:
-        rows += json.loads(process.communicate()[0])
+        rows += [json.loads(line) for line in process.communicate()[0].splitlines()]
+    failed = any(process.returncode for process in running)
+    for tool, process in sanitizers.items():
+        text = process.communicate()[0]
+        print(tool, *text.splitlines()[-3:], sep="\n")
+        rows.append({"check": f"compute-sanitizer {tool}, every template", "differ": process.returncode})
     failures = [row for row in rows if wrong(row)]
     document = provenance("perf.verify") | {"checks": len(rows), "failures": len(failures)}
     write(out or gpu_folder() / "verify.json", document, rows)
     for row in failures:
         print("FAILED", json.dumps(row))
     print(f"{len(rows)} checks, {len(failures)} failures")
-    raise typer.Exit(1 if failures else 0)
+    raise typer.Exit(1 if failures or failed else 0)
 
 
 if __name__ == "__main__":

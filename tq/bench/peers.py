@@ -119,7 +119,7 @@ def run_both(c: Any, job: Job, y: torch.Tensor, first: Callable[..., Any], secon
 
 
 def vllm_peer(prepared: Prepared) -> Peer | None:
-    """vLLM's CUDA op for this pair, or its two one after the other; outputs allocated beforehand as in vLLM's graphs."""
+    """vLLM's CUDA op for this pair, or its two in turn; outputs allocated beforehand as in vLLM's graphs."""
     c, plan = vllm_library(), prepared.plan
     if c is None or plan.device.type != "cuda":
         return None
