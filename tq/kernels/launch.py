@@ -12,8 +12,9 @@ import torch
 
 from tq.activation import QuantizedActivation
 from tq.kernels import tuning
+from tq.kernels.again import launch_again, learn
 from tq.kernels.layouts import DeviceLayout
-from tq.kernels.plan import Plan, Prepared, prepare_again
+from tq.kernels.plan import Plan, Prepared, fill, find_plan
 from tq.kernels.producer import Producer, as_rows, constant
 from tq.kernels.rows import Tiling, quantize_rows_kernel
 from tq.kernels.schemes import DeviceScheme, Scheme, find_scheme
@@ -35,8 +36,7 @@ def use_reference() -> Iterator[None]:
 
 
 class Launch(NamedTuple):
-    """What a launch needs besides tensors; kernel is the compiled kernel, or the jit function where it is
-    interpreted."""
+    """What a launch needs besides tensors."""
 
     kernel: Any
     options: dict[str, Any]
@@ -76,11 +76,12 @@ def check_device(op: str, device: torch.device) -> None:
     )
 
 
-def run(prepared: Prepared) -> None:
-    """Fills the outputs: one kernel, or the torch reference inside `use_reference`."""
+def run(prepared: Prepared) -> Any:
+    """Fills the outputs: one kernel, which is returned if it was compiled, or the torch reference inside
+    `use_reference`."""
     plan = prepared.plan
     if plan.rows == 0:
-        return
+        return None
     if _reference:
         return run_reference(prepared)
     check_device(plan.producer.name, plan.device)
@@ -90,13 +91,20 @@ def run(prepared: Prepared) -> None:
     return launch(prepared)
 
 
-def launch(prepared: Prepared) -> None:
-    plan, scales = prepared.plan, prepared.scales
-    found = plan.launch or find_launch(plan)
-    compiled = found.kernel[found.grid](
+def launch(prepared: Prepared) -> Any:
+    """The compiled kernel, or None where it is interpreted."""
+    plan = prepared.plan
+    found = plan.launch = plan.launch or find_launch(plan)
+    return found.kernel[found.grid](*kernel_arguments(prepared, found), **found.options)
+
+
+def kernel_arguments(prepared: Prepared, found: Launch) -> tuple:
+    """What `quantize_rows_kernel` takes, in its order."""
+    plan = prepared.plan
+    return (
         prepared.codes,
-        scales,
-        *scale_strides(plan, scales),
+        prepared.scales,
+        *scale_strides(plan, prepared.scales),
         prepared.zero_points,
         None if prepared.unquantized is None else as_rows(prepared.unquantized),
         plan.tokens,
@@ -108,11 +116,22 @@ def launch(prepared: Prepared) -> None:
         found.layout,
         prepared.inputs,
         found.tiling,
-        **found.options,
     )
-    if plan.launch is None:
-        # A compiled kernel takes the same arguments without looking at them again.
-        plan.launch = found if compiled is None else found._replace(kernel=compiled, options={})
+
+
+def execute(
+    producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]
+) -> tuple[Plan, list[torch.Tensor]]:
+    """Runs a call and returns its plan and its outputs, in the order of `outputs_of`."""
+    plan = find_plan(producer, arguments, scheme, options)
+    if plan.again is not None and not _reference and plan.device.index == torch.cuda.current_device():
+        return plan, launch_again(plan, plan.again, arguments, options)
+    prepared = fill(plan, arguments, options)
+    compiled = run(prepared)
+    if compiled is not None and plan.again is None:
+        found = plan.launch
+        plan.again = learn(plan, compiled[found.grid], lambda again: kernel_arguments(again, found), arguments, options)
+    return plan, outputs_of(prepared)
 
 
 def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, int]:
@@ -201,9 +220,8 @@ def call(producer: Producer, arguments: tuple, scheme: str, options: dict[str, A
 
         outputs = call_op(producer, arguments, scheme, options)
         return assemble(producer, arguments, find_scheme(producer.name, scheme), outputs, options)
-    prepared = prepare_again(producer, arguments, scheme, options)
-    run(prepared)
-    return assemble(producer, arguments, prepared.plan.scheme, outputs_of(prepared), options)
+    plan, outputs = execute(producer, arguments, scheme, options)
+    return assemble(producer, arguments, plan.scheme, outputs, options)
 
 
 def outputs_of(prepared: Prepared) -> list[torch.Tensor]:

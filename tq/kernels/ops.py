@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tq.kernels.launch import outputs_of, run
-from tq.kernels.plan import Prepared, prepare, prepare_again
+from tq.kernels.launch import execute, outputs_of
+from tq.kernels.plan import Plan, prepare
 from tq.kernels.producer import Producer
 from tq.kernels.schemes import find_scheme
 
@@ -58,30 +58,33 @@ def schema_of(producer: Producer, mutated: tuple[str, ...]) -> str:
     return f"({', '.join(positional)}, *, {', '.join([*keyword, 'str scheme', *common])})"
 
 
-def outputs_of_mutating(prepared: Prepared) -> tuple[torch.Tensor, ...]:
+def all_of(plan: Plan, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs as an op returns them."""
+    return outputs
+
+
+def all_but_mutated(plan: Plan, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Codes, scales, zero points and y; the side outputs are the caller's."""
-    device = prepared.plan.device
-    outputs = prepared.scales, prepared.zero_points, prepared.unquantized
-    return prepared.codes, *(torch.empty(0, device=device) if output is None else output for output in outputs)
+    codes, *rest = outputs
+    wanted = plan.scheme.dynamic, plan.scheme.dynamic and plan.scheme.rule.zero_point
+    computed = [rest.pop(0) if there else torch.empty(0, device=plan.device) for there in wanted]
+    return codes, *computed, rest[-1] if plan.return_unquantized else torch.empty(0, device=plan.device)
 
 
 def register_op(producer: Producer) -> None:
     """Defines and implements the ops of a producer. The fake is the implementation without its launch."""
-    forms: list[tuple[str, tuple[str, ...], str, Any]] = [(producer.name, (), "Tensor[]", outputs_of)]
+    forms: list[tuple[str, tuple[str, ...], str, Any]] = [(producer.name, (), "Tensor[]", all_of)]
     if producer.mutates:
-        forms.append(
-            (f"{producer.name}_out", producer.mutates, "(Tensor, Tensor, Tensor, Tensor)", outputs_of_mutating)
-        )
+        forms.append((f"{producer.name}_out", producer.mutates, "(Tensor, Tensor, Tensor, Tensor)", all_but_mutated))
     for name, mutated, returns, collect in forms:
         _library.define(f"{name}{schema_of(producer, mutated)} -> {returns}")
 
         def implementation(*arguments: Any, scheme: str, _collect: Any = collect, **options: Any) -> Any:
-            prepared = prepare_again(producer, arguments, scheme, options)
-            run(prepared)
-            return _collect(prepared)
+            return _collect(*execute(producer, arguments, scheme, options))
 
         def fake(*arguments: Any, scheme: str, _collect: Any = collect, **options: Any) -> Any:
-            return _collect(prepare(producer, arguments, scheme, options))
+            prepared = prepare(producer, arguments, scheme, options)
+            return _collect(prepared.plan, outputs_of(prepared))
 
         _library.impl(name, implementation, "CUDA")
         _library.impl(name, implementation, "CPU")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ _plans: dict[tuple, Plan] = {}
 
 @dataclass(eq=False)
 class Plan:
-    """One kind of call, checked. launch: what its first launch found, kept by `tq.kernels.launch`."""
+    """One kind of call, checked. launch, again: what its first launch found, kept by `tq.kernels.launch`."""
 
     producer: Producer
     scheme: Scheme
@@ -46,6 +45,7 @@ class Plan:
     experts: int
     return_unquantized: bool
     launch: Any = None
+    again: Any = None
 
     @property
     def tokens(self) -> int:
@@ -78,11 +78,15 @@ def replaced(producer: Producer, scheme: Scheme) -> Replaced:
     return producer.replaces(scheme)
 
 
-def describe(value: Any) -> Any:
-    """What a plan depends on in an argument."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16
-    return value
+def key_of(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> tuple:
+    """What a plan depends on. The scheme and not its name: a name may be given to another one."""
+    key: list[Any] = [producer, SCHEMES.get(scheme), tuning.forced(), *options]
+    for value in (*arguments, *options.values()):
+        if isinstance(value, torch.Tensor):
+            key += value.dtype, value.shape, value.stride(), value.get_device(), value.data_ptr() % 16
+        else:
+            key.append(value)
+    return tuple(key)
 
 
 def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Plan:
@@ -126,11 +130,8 @@ def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[s
     )
 
 
-def fill(plan: Plan, arguments: tuple, options: dict[str, Any]) -> Prepared:
-    """The call that `plan` describes, with these tensors and new outputs."""
-    given = {k: v for k, v in options.items() if isinstance(v, torch.Tensor) and k not in SHARED_TENSORS}
-    given = {**plan.options, **given}
-    bound = plan.producer.bind(*arguments, **given)
+def allocate(plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Codes, scales, zero points and y of a call, as far as it has them."""
     scheme, device = plan.scheme, plan.device
     codes = torch.empty(plan.codes_shape, dtype=torch.uint8, device=device)
     scales = zero_points = unquantized = None
@@ -146,6 +147,15 @@ def fill(plan: Plan, arguments: tuple, options: dict[str, Any]) -> Prepared:
             zero_points = torch.empty((plan.rows, 1), dtype=torch.int32, device=device)
     if plan.return_unquantized:
         unquantized = torch.empty(plan.shape, dtype=plan.dtype, device=device)
+    return codes, scales, zero_points, unquantized
+
+
+def fill(plan: Plan, arguments: tuple, options: dict[str, Any]) -> Prepared:
+    """The call that `plan` describes, with these tensors and new outputs."""
+    given = {k: v for k, v in options.items() if isinstance(v, torch.Tensor) and k not in SHARED_TENSORS}
+    given = {**plan.options, **given}
+    bound = plan.producer.bind(*arguments, **given)
+    codes, scales, zero_points, unquantized = allocate(plan)
     inputs = ScaleInputs._make((*map(options.get, INPUT_NAMES), plan.min_scale))
     counts = options.get("tokens_per_expert")
     return Prepared(plan, bound, inputs, arguments, given, codes, scales, zero_points, unquantized, counts)
@@ -156,21 +166,19 @@ def prepare(producer: Producer, arguments: tuple, scheme: str, options: dict[str
     return fill(make_plan(producer, arguments, scheme, options), arguments, options)
 
 
-def prepare_again(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Prepared:
-    """As `prepare`, with the plan of an earlier call of the same description if there was one."""
-    described = map(describe, arguments), options, map(describe, options.values())
+def find_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Plan:
+    """The plan of an earlier call of the same description, or a new one."""
     try:
-        # The scheme and not its name: a name may be given to another one.
-        key = (producer, SCHEMES.get(scheme), tuning.forced(), *chain.from_iterable(described))
+        key = key_of(producer, arguments, scheme, options)
         plan = _plans.get(key)
     except TypeError:  # something that no call takes; the checks say what
-        return prepare(producer, arguments, scheme, options)
+        return make_plan(producer, arguments, scheme, options)
     if plan is None:
         plan = make_plan(producer, arguments, scheme, options)
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
-    return fill(plan, arguments, options)
+    return plan
 
 
 def check_and_bind(producer: Producer, arguments: tuple, options: dict[str, Any]) -> Bound:

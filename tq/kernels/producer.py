@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from tq import kernels
 from tq.kernels.device import Rows, apply_nothing
 from tq.kernels.schemes import Scheme
 
@@ -115,9 +116,8 @@ class Producer:
 
     def __call__(self, *inputs: Any, scheme: str, **options: Any) -> Any:
         """Runs the producer: see `tq.kernels.launch.call`."""
-        from tq.kernels.launch import call
-
-        return call(self, inputs, scheme, options)
+        # By its full name: `launch` imports this module, and an import statement here would cost as much as the launch.
+        return kernels.launch.call(self, inputs, scheme, options)
 
 
 @lru_cache
