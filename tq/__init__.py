@@ -5,7 +5,17 @@ from tq.kernels.check import CheckReport, check
 from tq.kernels.codes import Code
 from tq.kernels.launch import use_reference
 from tq.kernels.producer import PRODUCERS, Producer, Reference, register_producer
-from tq.kernels.producers import quantize, rms_norm, silu_mul
+from tq.kernels.producers import (
+    fatrelu_mul,
+    gelu,
+    gelu_mul,
+    quantize,
+    relu2,
+    rms_norm,
+    silu,
+    silu_mul,
+    swiglu_oai,
+)
 from tq.kernels.schemes import SCHEMES, ScaleRule, Scheme, register_scheme
 
 __version__ = "0.1.0"
@@ -21,10 +31,16 @@ __all__ = [
     "ScaleRule",
     "Scheme",
     "check",
+    "fatrelu_mul",
+    "gelu",
+    "gelu_mul",
     "quantize",
     "register_producer",
     "register_scheme",
+    "relu2",
     "rms_norm",
+    "silu",
     "silu_mul",
+    "swiglu_oai",
     "use_reference",
 ]

@@ -47,21 +47,23 @@ class Launch(NamedTuple):
     tiling: Tiling
 
 
-def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
+def needs_whole_row(producer: Producer, scheme: Scheme, mean_group: int = 0) -> bool:
     """Whether one program must see a row entirely: something is reduced over it."""
-    return bool(producer.moments) or scheme.granularity == "token"
+    return bool(producer.moments and not mean_group) or scheme.granularity == "token"
 
 
 def cut(plan: Plan, whole_row: bool) -> tuple[Tiling, int]:
     """The tiling of a call, and its warps."""
-    config = tuning.choose(plan.rows, plan.hidden_size, plan.scheme.group, whole_row, plan.dtype.itemsize)
-    return tiling_of(plan.hidden_size, config), config.num_warps
+    least = max(plan.scheme.group, plan.mean_group)
+    config = tuning.choose(plan.rows, plan.hidden_size, least, whole_row, plan.dtype.itemsize)
+    return tiling_of(plan.hidden_size, config, plan.mean_group), config.num_warps
 
 
 @lru_cache
-def tiling_of(hidden_size: int, config: tuning.RowConfig) -> Tiling:
-    programs = -(-hidden_size // (config.tiles * config.block_n))
-    return Tiling(*map(constant, (hidden_size, config.block_m, config.block_n, config.tiles, programs)))
+def tiling_of(hidden_size: int, config: tuning.RowConfig, mean_group: int = 0) -> Tiling:
+    block_n = max(config.block_n, mean_group)
+    programs = -(-hidden_size // (config.tiles * block_n))
+    return Tiling(*map(constant, (hidden_size, config.block_m, block_n, config.tiles, programs, mean_group)))
 
 
 def check_device(op: str, device: torch.device) -> None:
@@ -114,7 +116,7 @@ def launch(prepared: Prepared) -> None:
 
 def find_launch(plan: Plan) -> Launch:
     """The launch of a plan, by way of Triton's search for the compiled kernel."""
-    tiling, num_warps = cut(plan, needs_whole_row(plan.producer, plan.scheme))
+    tiling, num_warps = cut(plan, needs_whole_row(plan.producer, plan.scheme, plan.mean_group))
     padded_rows = plan.layout.padded_rows(plan.rows)
     grid = (-(-padded_rows // tiling.BLOCK_M.value) * tiling.PROGRAMS.value, 1, 1)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}

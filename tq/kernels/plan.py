@@ -38,6 +38,7 @@ class Plan:
     shape: torch.Size
     rows: int
     hidden_size: int
+    mean_group: int
     launch: Any = None
 
 
@@ -84,7 +85,8 @@ def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[s
     least = check_scales(op, found, stands_for, scale, scale_ub, min_scale, bound.device)
     constants = {**stands_for.options, **{k: v for k, v in given.items() if not isinstance(v, torch.Tensor)}}
     rows = math.prod(bound.shape[:-1])  # Size.numel() would make a symbolic size a constant
-    return Plan(producer, found, layout, constants, least, bound.dtype, bound.device, bound.shape, rows, hidden_size)
+    described = bound.dtype, bound.device, bound.shape, rows, hidden_size, bound.mean_group
+    return Plan(producer, found, layout, constants, least, *described)
 
 
 def fill(plan: Plan, arguments: tuple, options: dict[str, Any]) -> Prepared:
