@@ -123,7 +123,7 @@ class Producer:
         return call(self, inputs, scheme, options)
 
 
-@lru_cache
+@lru_cache(typed=True)  # 0, 0.0 and False are equal
 def constant(value: Any) -> tl.constexpr:
     """`value` as a constant of a kernel, made once."""
     return tl.constexpr(value)

@@ -38,7 +38,7 @@ GELU = register_producer(
 def gelu(
     x: torch.Tensor, *, scheme: str, approximate: str | None = None, rounding: str | None = None, **options: Any
 ) -> QuantizedActivation:
-    """data = encode(y / scale), y = gelu(x) in the form that `approximate` names, see `tq.gelu_mul`.
+    """y = x * P(normal <= x), by `approximate` in the two forms of `tq.gelu_mul`; data = encode(y / scale).
 
     Shapes: x [..., N] bf16, fp16 or fp32, last stride 1; N at most 32768.
     Rounding: "none" keeps fp32, "output" rounds y to x's dtype; None is what the replaced op does. Raises ValueError
