@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from formulas import FORMULAS, float64
 
 import tq
 
@@ -19,6 +20,22 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 STATIC_SCALE = 0.0625 * 1.1  # no power of two; the examples stay inside the range of the code
 # Producers whose y has one right value in fp32. The order of a sum and the last bit of an exponential are free.
 EXACT_PRODUCERS = {"quantize"}
+# Where each may round: the values of `rounding`.
+MUL = "none", "product", "activation_and_product"
+ROUNDINGS = {
+    "fatrelu_mul": MUL,
+    "gated_rms_norm": ("none", "output"),
+    "gelu": ("none", "output"),
+    "gelu_mul": MUL,
+    "gemma_rms_norm": ("none", "after_weight"),
+    "layer_norm": ("none", "after_weight"),
+    "qk_norm_rope": ("none", "output", "norm_and_output"),
+    "relu2": ("none", "output"),
+    "rms_norm": ("none", "after_weight", "before_and_after_weight"),
+    "silu": ("none", "output"),
+    "silu_mul": MUL,
+    "swiglu_oai": MUL,
+}
 FLT_MAX = np.finfo(np.float32).max
 
 SCHEME_LAYOUTS = [(scheme.name, layout.name) for scheme in tq.SCHEMES.values() for layout in scheme.layouts]
@@ -105,33 +122,15 @@ def rounded(value: Any, dtype: torch.dtype) -> np.ndarray:
     return np.ldexp(np.rint(np.ldexp(fraction, bits)), exponent - bits)
 
 
-def float64(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's values, exactly."""
-    return tensor.detach().cpu().to(torch.float64).numpy()
-
-
 def float32(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's values, exactly, for a tensor of at most 32 bits."""
     return tensor.detach().cpu().to(torch.float32).numpy()
 
 
-def _norm(x, weight, eps=1e-6, residual=None):
-    z = float64(x) if residual is None else float64(x) + float64(residual)
-    return z / np.sqrt(np.mean(z * z, -1, keepdims=True) + eps) * float64(weight)
-
-
-def _silu_mul(x):
-    gate, up = np.split(float64(x), 2, -1)
-    return gate / (1.0 + np.exp(-gate)) * up
-
-
-_TRUTHS: dict[str, Callable[..., np.ndarray]] = {"quantize": float64, "rms_norm": _norm, "silu_mul": _silu_mul}
-
-
 def truth(producer: tq.Producer, arguments: tuple, options: dict[str, Any]) -> np.ndarray:
     """Y in float64, rounded nowhere; of a producer without a formula above, by its own reference in float64."""
-    if producer.name in _TRUTHS:
-        return _TRUTHS[producer.name](*arguments, **options)
+    if producer.name in FORMULAS:
+        return FORMULAS[producer.name](*arguments, **options)
     return producer.reference(*arguments, **options, **unrounded(producer), precision=torch.float64).y.cpu().numpy()
 
 

@@ -14,6 +14,7 @@ from helpers import (
     ONE_EACH,
     PAIR_LAYOUTS,
     PAIRS,
+    ROUNDINGS,
     Case,
     assert_same_bits,
     float64,
@@ -228,7 +229,7 @@ def test_takes_the_producer_itself_and_its_options(producer, scheme):
     if "rounding" in unrounded(case.producer):
         # The activation was rounded; taken as unrounded, some of its codes are wrong.
         case = make(producer, scheme, rows=64, extra={"rounding": "none"})
-        rounded = {**case.call_options(), "rounding": "after_weight" if producer == "rms_norm" else "product"}
+        rounded = {**case.call_options(), "rounding": ROUNDINGS[producer][1]}
         activation = case.producer(*case.arguments, scheme=scheme, **rounded)
         activation = activation[0] if isinstance(activation, tuple) else activation
         assert case.check(activation).wrong_codes > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
-from helpers import DEVICE, Case, assert_matches, assert_same_bits, in_nan_memory, names
+from helpers import DEVICE, ROUNDINGS, Case, assert_matches, assert_same_bits, in_nan_memory, names
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +12,6 @@ import tq
 from tq.kernels import tuning
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ROUNDINGS = {
-    "rms_norm": ("none", "after_weight", "before_and_after_weight"),
-    "silu_mul": ("none", "product", "activation_and_product"),
-}
 few = settings(
     max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -34,20 +34,20 @@ def test_calls_by_hand():
 def test_a_producer_of_your_own(tmp_path):
     (example,) = [text for text in EXAMPLES if "register_producer" in text]
     x = torch.randn(3, 256, device=DEVICE).bfloat16()
-    path = tmp_path / "relu2_of_the_readme.py"  # triton reads the source of a kernel from its file
+    path = tmp_path / "relu6_of_the_readme.py"  # triton reads the source of a kernel from its file
     path.write_text(f"import torch\nx = torch.ones(2, 256).to({DEVICE!r})\n{example}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        activation = module.relu2(x, scheme="fp8_token")
-        wanted = x.double().relu().square()
+        activation = module.relu6(x, scheme="fp8_token")
+        wanted = x.double().clamp(0.0, 6.0)
         assert (
             (activation.dequantize(torch.float64) - wanted).abs() <= wanted / 16 + activation.scale * 2.0**-10
         ).all()
-        assert tq.check("relu2", x, scheme="fp8_group128").ok and hasattr(torch.ops.tq, "relu2")
+        assert tq.check("relu6", x, scheme="fp8_group128").ok and hasattr(torch.ops.tq, "relu6")
     finally:
-        tq.PRODUCERS.pop("relu2", None)
+        tq.PRODUCERS.pop("relu6", None)
 
 
 def test_figures_are_those_of_the_data(monkeypatch):

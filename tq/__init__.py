@@ -5,7 +5,21 @@ from tq.kernels.check import CheckReport, check
 from tq.kernels.codes import Code
 from tq.kernels.launch import use_reference
 from tq.kernels.producer import PRODUCERS, Producer, Reference, register_producer
-from tq.kernels.producers import quantize, rms_norm, silu_mul
+from tq.kernels.producers import (
+    fatrelu_mul,
+    gated_rms_norm,
+    gelu,
+    gelu_mul,
+    gemma_rms_norm,
+    layer_norm,
+    qk_norm_rope,
+    quantize,
+    relu2,
+    rms_norm,
+    silu,
+    silu_mul,
+    swiglu_oai,
+)
 from tq.kernels.rules import ScaleRule
 from tq.kernels.schemes import SCHEMES, Scheme, register_scheme
 
@@ -22,10 +36,20 @@ __all__ = [
     "ScaleRule",
     "Scheme",
     "check",
+    "fatrelu_mul",
+    "gated_rms_norm",
+    "gelu",
+    "gelu_mul",
+    "gemma_rms_norm",
+    "layer_norm",
+    "qk_norm_rope",
     "quantize",
     "register_producer",
     "register_scheme",
+    "relu2",
     "rms_norm",
+    "silu",
     "silu_mul",
+    "swiglu_oai",
     "use_reference",
 ]

@@ -11,9 +11,11 @@ from tq.kernels.plan import Prepared, prepare
 from tq.kernels.producer import PRODUCERS, Producer
 from tq.kernels.schemes import SCHEMES
 
-# Hidden sizes a norm reads and intermediate sizes an activation writes, and whose they are.
-NORM_SIZES = {576: "SmolLM2-135M", 4096: "Llama-3-8B", 5120: "Qwen3-14B", 8192: "Llama-3-70B"}
-ACTIVATION_SIZES = {1536: "SmolLM2-135M", 14336: "Llama-3-8B"}
+# By the width of a producer: sizes of its activation, and whose they are.
+SIZES = {
+    "hidden": {576: "SmolLM2-135M", 4096: "Llama-3-8B", 5120: "Qwen3-14B", 8192: "Llama-3-70B"},
+    "intermediate": {1536: "SmolLM2-135M", 14336: "Llama-3-8B"},
+}
 TOKENS = (1, 16, 64, 128, 1024, 8192)
 # Static inputs of the schemes that need them, for activations of about unit size.
 STATIC_INPUTS: dict[str, float | int] = {"scale": 0.02, "zero_point": 3, "global_scale_inv": 448.0 * 6.0 / 8.0}
@@ -68,10 +70,9 @@ def bytes_of(prepared: Prepared) -> int:
 def cases(tokens: tuple[int, ...] = TOKENS) -> Iterator[Case]:
     """Every registered producer, in each of its forms, with every scheme at every shape it divides."""
     for producer in PRODUCERS.values():
-        sizes = ACTIVATION_SIZES if producer.parts == 2 else NORM_SIZES
         for left_out in [producer.optional, ()] if producer.optional else [()]:
             for scheme in SCHEMES.values():
-                for hidden_size in sizes:
+                for hidden_size in SIZES[producer.width]:
                     if scheme.group and hidden_size % scheme.group:
                         continue
                     for rows in tokens:

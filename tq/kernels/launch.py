@@ -47,22 +47,23 @@ class Launch(NamedTuple):
     tiling: Tiling
 
 
-def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
+def needs_whole_row(producer: Producer, scheme: Scheme, mean_group: int = 0) -> bool:
     """Whether one program must see a row entirely: something is reduced over it."""
-    return bool(producer.moments) or scheme.granularity == "token"
+    return bool(producer.moments and not mean_group) or scheme.granularity == "token"
 
 
 def cut(plan: Plan, whole_row: bool) -> tuple[Tiling, int]:
     """The tiling of a call, and its warps."""
-    sums = bool(plan.producer.moments)
-    config = tuning.choose(plan.rows, plan.data_width, plan.scheme.group, whole_row, sums)
-    return tiling_of(plan.hidden_size, plan.data_width, config), config.num_warps
+    least = max(plan.scheme.group, plan.mean_group)
+    config = tuning.choose(plan.rows, plan.data_width, least, whole_row, sums=bool(plan.producer.moments))
+    return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group), config.num_warps
 
 
 @lru_cache
-def tiling_of(hidden_size: int, data_width: int, config: tuning.RowConfig) -> Tiling:
-    programs = -(-data_width // (config.tiles * config.block_n))
-    sizes = hidden_size, data_width, config.block_m, config.block_n, config.tiles, programs
+def tiling_of(hidden_size: int, data_width: int, config: tuning.RowConfig, mean_group: int = 0) -> Tiling:
+    block_n = max(config.block_n, mean_group)
+    programs = -(-data_width // (config.tiles * block_n))
+    sizes = hidden_size, data_width, config.block_m, block_n, config.tiles, programs, mean_group
     return Tiling(*map(constant, sizes))
 
 
@@ -146,7 +147,7 @@ def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, in
 
 def find_launch(plan: Plan) -> Launch:
     """The launch of a plan, by way of Triton's search for the compiled kernel."""
-    tiling, num_warps = cut(plan, needs_whole_row(plan.producer, plan.scheme))
+    tiling, num_warps = cut(plan, needs_whole_row(plan.producer, plan.scheme, plan.mean_group))
     padded_rows = plan.layout.padded_rows(plan.tokens) if plan.scheme.dynamic else plan.tokens
     blocks = -(-padded_rows // tiling.BLOCK_M.value) * max(plan.experts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)

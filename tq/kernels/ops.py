@@ -37,10 +37,11 @@ _library = torch.library.Library("tq", "FRAGMENT")
 
 
 def schema_of(producer: Producer, mutated: tuple[str, ...]) -> str:
-    """The schema of the op, from the signature of `bind`: positional parameters are required, options may be None."""
+    """The schema of the op, from the signature of `bind`: positional parameters are required, though one annotated
+    `| None` may be None, as options may."""
     positional, keyword = [], []
     for name, parameter in inspect.signature(producer.bind).parameters.items():
-        annotation = str(parameter.annotation).replace("torch.", "").split(" | ")[0]
+        annotation, *optional = str(parameter.annotation).replace("torch.", "").split(" | ")
         if annotation not in TYPES:
             known = ", ".join(TYPES)
             raise TypeError(f"{producer.name}: parameter {name} of bind must be one of {known}, got {annotation}")
@@ -51,7 +52,7 @@ def schema_of(producer: Producer, mutated: tuple[str, ...]) -> str:
         elif parameter.kind is parameter.KEYWORD_ONLY:
             keyword.append(f"{TYPES[annotation]}? {name}=None")
         elif parameter.default is parameter.empty:
-            positional.append(f"{TYPES[annotation]} {name}")
+            positional.append(f"{TYPES[annotation]}{'?' if optional else ''} {name}")
         else:
             positional.append(f"{TYPES[annotation]} {name}={parameter.default}")
     common = [f"{kind}? {name}=None" for name, kind in COMMON.items()]

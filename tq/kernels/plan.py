@@ -44,6 +44,7 @@ class Plan:
     data_width: int
     experts: int
     return_unquantized: bool
+    mean_group: int
     launch: Any = None
     again: Any = None
 
@@ -127,6 +128,7 @@ def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[s
         width,
         experts,
         return_unquantized,
+        bound.mean_group,
     )
 
 

@@ -21,13 +21,15 @@ MAX_HIDDEN_SIZE = 32768
 
 class Bound(NamedTuple):
     """Checked arguments of one call. args: the NamedTuple the device functions take. shape: of the activation, its last
-    size the hidden size. side_outputs: tensors the kernel writes besides (a residual)."""
+    size the hidden size. side_outputs: tensors the kernel writes besides (a residual). mean_group: how many consecutive
+    elements a mean is over, a power of two that divides the hidden size; 0 for the row."""
 
     args: Any
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     side_outputs: tuple[torch.Tensor, ...] = ()
+    mean_group: int = 0
 
 
 class Reference(NamedTuple):
@@ -77,17 +79,16 @@ class Producer:
     load(args, row, col, mask) -> loaded, a tile or a tuple of tiles. Everything is read here, so that all reads of a
     row are under way before anything is written.
     moments[i](args, loaded, means, total) -> total + m, the sum so far and what this tile adds to it; the mean of m
-    over the row is appended to `means`.
+    over the row, or over each of its groups (see `Bound`), is appended to `means`.
     apply(args, loaded, means, row, col, mask) -> y. Side outputs are stored here.
 
-    bind: the host signature, whose parameters are those of the torch op; returns `Bound`. The default takes one
-    tensor x.
-    check: the same parameters; raises where they do not fit, before any launch, and is run once for all calls of one
-    description. The default looks at x.
-    reference: (same arguments, precision=) -> `Reference`, the torch form, rounding where the kernel does.
-    replaces: the vLLM op a scheme makes it equal to. mutates: parameters of `bind` that are written where given.
-    example: (rows, hidden size, dtype, device) -> (arguments, options) for tests and benchmarks; optional: options in
-    it that may be left out, so that both forms are measured. parts: the first argument has parts * N columns.
+    bind: the host signature, whose parameters are those of the torch op; returns `Bound`. The default takes one tensor
+    x. check: the same parameters; raises where they do not fit, before any launch, and is run once for all calls of one
+    description. The default looks at x. reference: (same arguments, precision=) -> `Reference`, the torch form,
+    rounding where the kernel does. replaces: the vLLM op a scheme makes it equal to. mutates: parameters of `bind` that
+    are written where given. example: (rows, hidden size, dtype, device) -> (arguments, options) for tests and
+    benchmarks; optional: options in it that may be left out, so that both forms are measured. parts: the first argument
+    has parts * N columns. width: which size of a model its activation has, for benchmarks: "hidden" or "intermediate".
     """
 
     name: str
@@ -102,6 +103,7 @@ class Producer:
     example: Callable[..., tuple[tuple, dict[str, Any]]] | None = None
     optional: tuple[str, ...] = ()
     parts: int = 1
+    width: str = "hidden"
     device: DeviceProducer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +122,7 @@ class Producer:
         return kernels.launch.call(self, inputs, scheme, options)
 
 
-@lru_cache
+@lru_cache(typed=True)  # 0, 0.0 and False are equal
 def constant(value: Any) -> tl.constexpr:
     """`value` as a constant of a kernel, made once."""
     return tl.constexpr(value)

@@ -17,7 +17,8 @@ from tq.kernels.device import load_vector, store_rows
 
 class Tiling(NamedTuple):
     """How [M, N] is cut: a program has TILES tiles, PROGRAMS programs share a row. Consecutive programs are neighbours
-    in memory; with PROGRAMS = 1 a program sees its rows entirely. WIDTH: columns of the codes, those past N zero."""
+    in memory; with PROGRAMS = 1 a program sees its rows entirely. WIDTH: columns of the codes, those past N zero.
+    MEAN_GROUP: see `Bound`; it divides BLOCK_N."""
 
     N: tl.constexpr
     WIDTH: tl.constexpr
@@ -25,6 +26,7 @@ class Tiling(NamedTuple):
     BLOCK_N: tl.constexpr
     TILES: tl.constexpr
     PROGRAMS: tl.constexpr
+    MEAN_GROUP: tl.constexpr
 
 
 @triton.jit
@@ -76,13 +78,8 @@ def inside(t: tl.constexpr, col, tiling):
 
 
 @triton.jit
-def produce(producer, args, row, exists, tiling):
-    """The producer's rows: a tuple of TILES fp32 tiles, 0 outside. A moment is a mean over the row, and a later one
-    (a variance) may use an earlier one (a mean)."""
-    loaded = ()
-    for t in tl.static_range(tiling.TILES):
-        col = columns_of(t, tiling)
-        loaded = loaded + (producer.load(args, row, col, exists & inside(t, col, tiling)),)
+def row_means(producer, args, loaded, tiling):
+    """The means over a whole row, fp32 [BLOCK_M, 1] each."""
     means = ()
     for i in tl.static_range(len(producer.moments)):
         total = tl.zeros([tiling.BLOCK_M, tiling.BLOCK_N], tl.float32)
@@ -91,9 +88,40 @@ def produce(producer, args, row, exists, tiling):
             total = tl.where(inside(t, columns_of(t, tiling), tiling), more, total)
         row_total = tl.sum(total, 1, keep_dims=True)
         means = means + (tl.div_rn(row_total, tl.full(row_total.shape, tiling.N, tl.float32)),)
+    return means
+
+
+@triton.jit
+def group_means(producer, args, loaded, tiling):
+    """The means over the groups of one tile, fp32 [BLOCK_M, BLOCK_N] each: every element has its group's. A group lies
+    inside the row or outside it, so nothing needs a test."""
+    groups: tl.constexpr = tiling.BLOCK_N // tiling.MEAN_GROUP
+    means = ()
+    for i in tl.static_range(len(producer.moments)):
+        total = producer.moments[i](args, loaded, means, tl.zeros([tiling.BLOCK_M, tiling.BLOCK_N], tl.float32))
+        total = tl.reshape(total, [tiling.BLOCK_M, groups, tiling.MEAN_GROUP])
+        # The size is a power of two: its reciprocal is exact.
+        mean = tl.sum(total, 2, keep_dims=True) * (1.0 / tiling.MEAN_GROUP)
+        mean = tl.broadcast_to(mean, [tiling.BLOCK_M, groups, tiling.MEAN_GROUP])
+        means = means + (tl.reshape(mean, [tiling.BLOCK_M, tiling.BLOCK_N]),)
+    return means
+
+
+@triton.jit
+def produce(producer, args, row, exists, tiling):
+    """The producer's rows: a tuple of TILES fp32 tiles, 0 outside. A moment is a mean over the row or over each of its
+    groups, and a later one (a variance) may use an earlier one (a mean)."""
+    loaded = ()
+    for t in tl.static_range(tiling.TILES):
+        col = columns_of(t, tiling)
+        loaded = loaded + (producer.load(args, row, col, exists & inside(t, col, tiling)),)
+    if tiling.MEAN_GROUP == 0:
+        means = row_means(producer, args, loaded, tiling)
     produced = ()
     for t in tl.static_range(tiling.TILES):
         col = columns_of(t, tiling)
+        if tiling.MEAN_GROUP > 0:
+            means = group_means(producer, args, loaded[t], tiling)
         here = inside(t, col, tiling)
         produced = produced + (tl.where(here, producer.apply(args, loaded[t], means, row, col, exists & here), 0.0),)
     return produced

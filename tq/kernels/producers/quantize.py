@@ -20,6 +20,11 @@ def replaces(scheme: Scheme) -> Replaced:
     return Replaced(scheme.quantizer, {})
 
 
+def followed_by_quantizer(op: str, options: dict[str, Any], scheme: Scheme) -> Replaced:
+    """The op that no fused op includes, and vLLM's quantizer after it; the scheme's own least scale."""
+    return Replaced(f"{op} + {replaces(scheme).op}", options)
+
+
 QUANTIZE = register_producer(Producer("quantize", load=load_x, reference=reference, replaces=replaces))
 
 

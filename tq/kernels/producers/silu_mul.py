@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from tq.activation import QuantizedActivation
-from tq.kernels.device import Rows, load_rows, reciprocal, round_to
-from tq.kernels.producer import (
-    Bound,
-    Producer,
-    Reference,
-    Replaced,
-    as_rows,
-    check_choice,
-    check_rows,
-    constant,
-    register_producer,
-    round_through,
-)
+from tq.kernels.producer import Bound, Producer, Replaced, register_producer
+from tq.kernels.producers import activations
+from tq.kernels.producers.quantize import followed_by_quantizer
 from tq.kernels.rules import AMAX_MULTIPLYING
 from tq.kernels.schemes import VLLM_MIN_SCALE, Scheme
 
-ROUNDINGS = ("none", "product", "activation_and_product")
-
-
-class Args(NamedTuple):
-    gate: Rows
-    up: Rows
-    ROUNDING: tl.constexpr
-
-
-@triton.jit
-def load_silu_mul(args, row, col, mask):
-    dtype: tl.constexpr = args.gate.data.dtype.element_ty
-    gate = load_rows(args.gate, row, col, mask)
-    # exp2 and reciprocal rather than exp and a division: 6 instructions instead of 17.
-    activation = gate * reciprocal(1.0 + tl.exp2(gate * -1.4426950408889634))
-    if args.ROUNDING == "activation_and_product":
-        activation = round_to(activation, dtype)
-    product = activation * load_rows(args.up, row, col, mask)
-    return product if args.ROUNDING == "none" else round_to(product, dtype)
-
 
 def bind(x: torch.Tensor, *, rounding: str = "activation_and_product") -> Bound:
-    rows, half = as_rows(x), x.shape[-1] // 2
-    gate, up = rows.data[:, :half], rows.data[:, half:]
-    args = Args(Rows(gate, rows.stride), Rows(up, rows.stride), constant(rounding))
-    return Bound(args, torch.Size((*x.shape[:-1], half)), x.dtype, x.device)
-
-
-def check(x: torch.Tensor, *, rounding: str) -> None:
-    check_rows("silu_mul", "x", x, parts=2)
-    check_choice("silu_mul", "rounding", rounding, ROUNDINGS)
-
-
-def reference(x: torch.Tensor, *, rounding: str, precision: torch.dtype = torch.float32) -> Reference:
-    gate, up = x.reshape(-1, x.shape[-1]).to(precision).chunk(2, -1)
-    activation = gate / (1.0 + torch.exp(-gate))
-    if rounding == "activation_and_product":
-        activation = round_through(activation, x.dtype)
-    product = activation * up
-    return Reference(product if rounding == "none" else round_through(product, x.dtype))
+    return activations.bind_mul(x, activations.silu, rounding)
 
 
 def replaces(scheme: Scheme) -> Replaced:
@@ -75,22 +27,19 @@ def replaces(scheme: Scheme) -> Replaced:
         return Replaced("_C.silu_and_mul_quant", options)
     if scheme.quantizer == "_C.scaled_fp4_quant":
         return Replaced("_C.silu_and_mul_nvfp4_quant", {"rounding": "product"})
-    return Replaced(f"_C.silu_and_mul + {scheme.quantizer}", options)
-
-
-def example(rows: int, hidden_size: int, dtype: torch.dtype, device: Any) -> tuple[tuple, dict[str, Any]]:
-    return (torch.randn(rows, 2 * hidden_size, device=device).to(dtype),), {}
+    return followed_by_quantizer("_C.silu_and_mul", options, scheme)
 
 
 SILU_MUL = register_producer(
     Producer(
         "silu_mul",
-        load=load_silu_mul,
-        reference=reference,
+        load=activations.load_act_mul,
+        reference=partial(activations.reference_mul, activations.reference_silu),
         bind=bind,
-        check=check,
+        check=partial(activations.check_mul, "silu_mul"),
         replaces=replaces,
-        example=example,
+        example=activations.example_mul,
+        width="intermediate",
         parts=2,
     )
 )
