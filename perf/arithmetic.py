@@ -49,10 +49,10 @@ def divide_kernel(differ, MANTISSAS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def reciprocal_kernel(differ, SCALE: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Reciprocals of BLOCK mantissas times SCALE, and quotients by LARGEST, that are not the IEEE division's."""
+def reciprocal_kernel(differ, scale, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Reciprocals of BLOCK mantissas times `scale`, and quotients by LARGEST, that are not the IEEE division's."""
     mantissa = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = (mantissa + 0x3F800000).to(tl.float32, bitcast=True) * SCALE
+    value = (mantissa + 0x3F800000).to(tl.float32, bitcast=True) * scale
     one, largest = tl.full([BLOCK], 1.0, tl.float32), tl.full([BLOCK], LARGEST, tl.float32)
     tl.atomic_add(differ, tl.sum((device.exact_reciprocal(value) != tl.div_rn(one, value)).to(tl.int64)))
     by_constant = device.divide(value, largest, 1.0 / LARGEST)
@@ -120,8 +120,3 @@ def scale_rules() -> list[dict[str, Any]]:
                 differ += int((ours.scales() != theirs.scales()).sum())
         rows.append({"check": f"{scheme.name}, amax of all fp32 mantissas at 4 exponents", "differ": differ})
     return rows
-
-
-def arithmetic() -> list[dict[str, Any]]:
-    """All of it: how many were made, how many differ."""
-    return encoders() + divisions() + scale_rules()

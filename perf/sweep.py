@@ -52,8 +52,9 @@ def compare(case: Case, dtype: torch.dtype) -> dict[str, int]:
     prepared = case.prepare(dtype, "cuda")
     ours, theirs = PEERS["tq"](prepared), PEERS["vllm"](prepared)
     ours.call(), theirs.call()  # type: ignore[union-attr]
+    pairs = zip(ours.outputs(), theirs.outputs(), strict=True)  # type: ignore[union-attr]
     differing = {}
-    for name, a, b in zip(("codes", "scales", "residual"), ours.outputs(), theirs.outputs(), strict=True):  # type: ignore[union-attr]
+    for name, (a, b) in zip(("codes", "scales", "residual"), pairs, strict=True):
         if a is not None and b is not None:
             differing[f"{name}_differ"] = int((a.view(b.shape) != b).sum())
     return differing
@@ -67,17 +68,26 @@ def main(
     out: Path | None = None,
     peers: str = ",".join(PEERS),
     tokens: str = ",".join(map(str, TOKENS)),
+    producers: str = "",
+    schemes: str = "",
     part: str = "0/1",
 ) -> None:
-    """Measures every producer and scheme beside the peers; `part` i/n takes every n-th case from the i-th on."""
+    """Measures producers (all) with schemes (all) beside the peers; `part` i/n takes every n-th case from the i-th
+    on."""
     chosen = peers.split(",")
     offset, stride = map(int, part.split("/"))
-    todo = list(cases(tuple(map(int, tokens.split(",")))))[offset::stride]
+    numbers = tuple(map(int, tokens.split(",")))
+    todo = [
+        case
+        for case in cases(numbers)
+        if (not producers or case.producer.name in producers.split(","))
+        and (not schemes or case.scheme in schemes.split(","))
+    ][offset::stride]
     console = Console()
     # Each case is one more specialization of the same function.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
     if "tq" in chosen:
-        compile_ahead(tuple(map(int, tokens.split(","))))
+        compile_ahead(todo)
     rows = [
         measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)
     ]

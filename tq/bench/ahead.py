@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
 
 import torch
 
 import tq
-from tq.bench.cases import cases
+from tq.bench.cases import Case
 
 MOST_PROCESSES = 16  # each holds a context on the GPU
+Description = tuple[str, tuple[str, ...], str, int, int]
 
 
-def compile_share(tokens: tuple[int, ...], first: int, step: int, checks: bool) -> None:
-    """Runs every `step`-th case from `first` on once, and its check."""
-    for case in islice(cases(tokens), first, None, step):
-        arguments, options = case.arguments(torch.bfloat16, "cuda")
-        case.producer(*arguments, scheme=case.scheme, **options)
+def compile_share(descriptions: list[Description], checks: bool) -> None:
+    """Runs each call once, and its check."""
+    for name, left_out, scheme, rows, hidden_size in descriptions:
+        producer = tq.PRODUCERS[name]
+        arguments, options = Case(producer, left_out, scheme, rows, hidden_size).arguments(torch.bfloat16, "cuda")
+        producer(*arguments, scheme=scheme, **options)
         if checks:
-            tq.check(case.producer, *arguments, scheme=case.scheme, **options)
+            tq.check(producer, *arguments, scheme=scheme, **options)
 
 
-def compile_ahead(tokens: tuple[int, ...], checks: bool = False) -> None:
-    """Compiles what `cases(tokens)` needs on this machine's GPU. Kernels do not depend on the number of tokens, so the
-    first number is enough."""
+def compile_ahead(cases: Sequence[Case], checks: bool = False) -> None:
+    """Compiles what `cases` need on this machine's GPU. A kernel depends on the number of tokens only by there being
+    few or many, so the first and the last of each are enough."""
+    ends: dict[tuple, list[Description]] = {}
+    for case in cases:
+        described = (case.producer.name, case.left_out, case.scheme, case.rows, case.hidden_size)
+        kept = ends.setdefault((*described[:3], case.hidden_size), [])
+        kept[1 if kept else 0 :] = [described]
+    todo = [description for kept in ends.values() for description in dict.fromkeys(kept)]
     count = min(os.cpu_count() or 1, MOST_PROCESSES)
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for share in [pool.submit(compile_share, tokens[:1], first, count, checks) for first in range(count)]:
+        for share in [pool.submit(compile_share, todo[first::count], checks) for first in range(count)]:
             share.result()

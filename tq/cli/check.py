@@ -212,7 +212,7 @@ def check(
         console.width = 120
     if device.type == "cuda":
         with console.status("compiling"):
-            compile_ahead((tokens,), checks=True)
+            compile_ahead(list(cases((tokens,))), checks=True)
     inputs = list(random_inputs(device, tokens))
     if model:
         inputs += captured_inputs(device, cache, tokens, console)
