@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -46,11 +46,11 @@ class Combination(NamedTuple):
     hidden_size: int
 
 
-def combinations() -> Iterator[Combination]:
+def combinations(every_size: Sequence[int]) -> Iterator[Combination]:
     """Every producer and scheme at every size in bf16; every layout and other dtype with a producer in turn."""
     producers = list(tq.PRODUCERS)
     for scheme in tq.SCHEMES.values():
-        sizes = [size for size in SIZES if not scheme.group or size % scheme.group == 0]
+        sizes = [size for size in every_size if not scheme.group or size % scheme.group == 0]
         for size in sizes:
             for producer in producers:
                 yield Combination(producer, scheme.name, scheme.layouts[0].name, "bfloat16", size)
@@ -183,9 +183,9 @@ def templates() -> list[dict[str, Any]]:
     return []
 
 
-def matrix(first: int, step: int) -> Iterator[dict[str, Any]]:
+def matrix(sizes: Sequence[int], first: int, step: int) -> Iterator[dict[str, Any]]:
     """A share of the combinations."""
-    return map(against_reference, islice(combinations(), first, None, step))
+    return map(against_reference, islice(combinations(sizes), first, None, step))
 
 
 def wrong(row: dict[str, Any]) -> bool:
@@ -198,31 +198,40 @@ def wrong(row: dict[str, Any]) -> bool:
     return not exact or row["codes_differ"] > allowed
 
 
-def parts() -> dict[str, Callable[[], Iterable[dict[str, Any]]]]:
+def parts(sizes: Sequence[int] = SIZES) -> dict[str, Callable[[], Iterable[dict[str, Any]]]]:
     """What is run, each in a process of its own: most of the time is compilation."""
     count = min(os.cpu_count() or 1, 16)
-    shares = {f"matrix {i} of {count}": partial(matrix, i, count) for i in range(count)}
+    shares = {f"matrix {i} of {count}": partial(matrix, sizes, i, count) for i in range(count)}
     others = (encoders, divisions, scale_rules, capture, large, against_vllm)
     return {part.__name__: part for part in others} | shares
 
 
-def start(part: str, *prefix: str) -> subprocess.Popen:
-    command = [*prefix, sys.executable, "-m", "perf.verify", "--part", part]
+def start(part: str, sizes: str, *prefix: str) -> subprocess.Popen:
+    """A process for one part."""
+    command = [*prefix, sys.executable, "-m", "perf.verify", "--part", part, "--sizes", sizes]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def main(out: Path | None = None, part: str = "", sanitizer: bool = True, limit_s: int = 3600) -> None:
+def main(
+    out: Path | None = None,
+    part: str = "",
+    sizes: str = ",".join(map(str, SIZES)),
+    sanitizer: bool = True,
+    limit_s: int = 3600,
+) -> None:
     """Runs everything, no longer than `limit_s`; `part` is for the processes it starts."""
     if part:
-        chosen = {"templates": templates, **parts()}[part]
+        chosen = {"templates": templates, **parts(tuple(map(int, sizes.split(","))))}[part]
         for row in chosen():
             print(json.dumps(row), flush=True)
         return
     began = time.monotonic()
     tools = ("memcheck", "racecheck") if sanitizer and shutil.which("compute-sanitizer") else ()
-    running = {name: start(name) for name in parts()}
+    running = {name: start(name, sizes) for name in parts()}
     checked = {
-        f"compute-sanitizer {tool}": start("templates", "compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+        f"compute-sanitizer {tool}": start(
+            "templates", sizes, "compute-sanitizer", "--tool", tool, "--error-exitcode", "9"
+        )
         for tool in tools
     }
     rows: list[dict[str, Any]] = []
