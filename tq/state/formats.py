@@ -1,0 +1,99 @@
+"""Formats of a rounded state: an element code with ModelOpt's scale arithmetic, and what shares a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tq.kernels.codes import E4M3, INT8, INT8_NARROW, Code, DeviceCode
+from tq.kernels.device import divide, exact_reciprocal
+from tq.kernels.target import Target
+
+
+class Granularity(NamedTuple):
+    """Key and value channels that share one scale; 0 is all of the head."""
+
+    keys: int
+    values: int
+
+
+# A tile is all keys of 64 value channels; a group is some value channels of one key channel.
+GRANULARITIES = {
+    "head": Granularity(0, 0),
+    "value_channel": Granularity(0, 1),
+    "key_channel": Granularity(1, 0),
+    "tile": Granularity(0, 64),
+    "group16": Granularity(1, 16),
+    "group32": Granularity(1, 32),
+    "group64": Granularity(1, 64),
+}
+
+
+class DeviceFormat(NamedTuple):
+    """A format as a kernel takes it."""
+
+    code: DeviceCode
+    restore: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """An element code and restore(value of a code, scale) -> value of the state, a jit function of tiles."""
+
+    name: str
+    code: Code
+    restore: Any
+
+    def device(self, target: Target) -> DeviceFormat:
+        return DeviceFormat(self.code.device(target), self.restore)
+
+
+@triton.jit
+def restore_by_reciprocal(value, scale):
+    """value * (1 / scale), the reciprocal rounded to fp32 first."""
+    return value * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def restore_by_division(value, scale):
+    """value / scale, IEEE. A quarter of it is divided, so that nothing overflows before the quotient does."""
+    scale = scale * 4.0
+    return divide(value, scale, exact_reciprocal(scale)) * 4.0
+
+
+# ModelOpt scales by 127 / amax in the narrow range and in the full one; there -128 is a code that no value reaches.
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("int8", INT8, restore_by_division),
+        Format("int8_narrow", INT8_NARROW, restore_by_division),
+        Format("fp8_e4m3", E4M3, restore_by_reciprocal),
+    )
+}
+
+
+@triton.jit
+def fit(tile, format):
+    """(amax, scale) of [groups, rows of a group, groups, columns of a group], kept in [groups, 1, groups, 1].
+
+    amax is NaN where any element is. scale = MAX / amax (IEEE), and 0 where amax <= 2^-24 or not finite.
+    """
+    # As integers, magnitudes are in order and every NaN is above infinity; a maximum of floats would skip NaN.
+    bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
+    usable = (amax > 5.9604644775390625e-08) & (amax < float("inf"))
+    largest = tl.full(amax.shape, format.code.MAX, tl.float32)
+    return amax, tl.where(usable, tl.div_rn(largest, tl.where(usable, amax, 1.0)), 0.0)
+
+
+@triton.jit
+def round_groups(tile, amax, scale, format):
+    """decode(encode(tile * scale)) / scale with what `fit` found; the sign of a zero is that of the element."""
+    value = format.code.decode(format.code.encode(tile * scale))
+    value = format.restore(value, tl.where(scale == 0.0, 1.0, scale))
+    sign = tile.to(tl.uint32, bitcast=True) & 0x80000000
+    value = (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(amax < float("inf"), value, float("nan"))
