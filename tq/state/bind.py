@@ -11,8 +11,8 @@ import triton
 from tq.kernels.launch import check_device
 from tq.kernels.producer import INPUT_DTYPES, check_choice, constant
 from tq.kernels.target import target_of
-from tq.state.cache import Cut, Place, Slots
-from tq.state.formats import FORMATS, GRANULARITIES, DeviceFormat, Granularity
+from tq.state.cache import IN_ORDER, Cut, Place, Slots
+from tq.state.formats import AS_IT_IS, FORMATS, GRANULARITIES, DeviceFormat, Granularity
 
 LAYOUTS = ("value_first", "key_first")
 MAX_HEAD = 1 << 16  # elements of a head that one program can hold
@@ -22,9 +22,9 @@ PART = 4096  # elements a program holds where groups do not need more
 
 
 class Launch(NamedTuple):
-    """A format on a device (None: states move as they are), a cut, and the warps of a program."""
+    """A format on a device, a cut, and the warps of a program."""
 
-    format: DeviceFormat | None
+    format: DeviceFormat
     cut: Cut
     num_warps: int
 
@@ -62,7 +62,7 @@ def bind_states(op: str, name: str, state: torch.Tensor, device: torch.device | 
         )
     if state.shape[0] > 1 and state.stride(0) < state[0].numel():
         raise ValueError(f"{op}: slots of {name} must not overlap, got strides {state.stride()}")
-    return Place(state, state.stride(0), None)
+    return Place(state, state.stride(0), IN_ORDER)
 
 
 def bind_slots(
@@ -94,10 +94,8 @@ def bind_slots(
     columns, column_stride = (1, 0) if slots.dim() == 1 else (slots.shape[1], slots.stride(1))
     null = -1 if null_slot is None else null_slot
     count = place.data.shape[0]
-    index = Slots(
-        slots, slots.stride(0), column_stride, columns, num_accepted_tokens, has_initial_state, count, null
-    )
-    return place._replace(slots=index)
+    strides = slots.stride(0), column_stride
+    return place._replace(slots=Slots(slots, *strides, columns, num_accepted_tokens, has_initial_state, count, null))
 
 
 def padded(size: int) -> int:
@@ -130,7 +128,7 @@ def bind_format(op: str, place: Place, code: str | None, granularity: str, layou
     group = GRANULARITIES[granularity] if code is not None else Granularity(1, 1)
     cut = cut_of(*place.data.shape[1:], group, layout, whole)
     warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * ELEMENTS_PER_THREAD)
-    found = None if code is None else device_format(code, place.data.device)
+    found = AS_IT_IS if code is None else device_format(code, place.data.device)
     return Launch(found, cut, min(max(warps, 1), 32))
 
 

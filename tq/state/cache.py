@@ -22,7 +22,7 @@ class Slots(NamedTuple):
     that has no state yet; None: all have. count: slots of the cache. null: a slot that is none, -1 for no such slot.
     """
 
-    index: torch.Tensor
+    index: torch.Tensor | None
     stride: int
     column_stride: int
     columns: int
@@ -32,12 +32,19 @@ class Slots(NamedTuple):
     null: int
 
 
-class Place(NamedTuple):
-    """Where states lie: `stride` elements apart, in the order of `slots`, or one a request where that is None."""
+# A kernel asks whether `index` is None: Triton 3.6 cannot ask that of a tuple that has a None inside.
+IN_ORDER = Slots(None, 0, 0, 0, None, None, 0, 0)
 
-    data: torch.Tensor
+
+class Place(NamedTuple):
+    """Where states lie: `stride` elements apart, in the order of `slots`, or one a request for IN_ORDER."""
+
+    data: torch.Tensor | None
     stride: int
-    slots: Slots | None
+    slots: Slots
+
+
+NOWHERE = Place(None, 0, IN_ORDER)
 
 
 class Cut(NamedTuple):
@@ -80,7 +87,7 @@ def find_slot(slots, request, asked):
 def find_head(place, request, head, cut):
     """(address of a head, whether it exists)"""
     slot, exists = request, request >= 0
-    if place.slots is not None:
+    if place.slots.index is not None:
         slot, exists = find_slot(place.slots, request, exists)
     return place.data + (slot * place.stride + head * (cut.ROWS * cut.COLS)), exists
 
@@ -89,7 +96,7 @@ def find_head(place, request, head, cut):
 def is_first(place, request):
     """Whether no earlier request has the slot of this one, so that of several requests exactly one writes it."""
     repeated = request < 0
-    if place.slots is not None:
+    if place.slots.index is not None:
         slot, exists = find_slot(place.slots, request, request >= 0)
         start = request * 0
         while start < request:

@@ -15,7 +15,7 @@ import triton.language as tl
 from tq.kernels.device import Rows, round_to
 from tq.kernels.producer import INPUT_DTYPES, check_choice, constant
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, check_tensor, run
-from tq.state.cache import Place, elements_of, find_head, part_of
+from tq.state.cache import IN_ORDER, Place, elements_of, find_head, part_of
 from tq.state.qdq import qdq
 
 NULL_SLOT = 0  # the slot that vLLM pads a batch with
@@ -246,7 +246,7 @@ def decode(
     granularity: str,
 ) -> None:
     """Launches the template for any gates."""
-    cache = bind_slots(op, Place(state, state.stride(0), None), slots, NULL_SLOT, name="the state indices")
+    cache = bind_slots(op, Place(state, state.stride(0), IN_ORDER), slots, NULL_SLOT, name="the state indices")
     check_shape(op, "the state indices", slots, (mixed_qkv.shape[0],))
     launch = bind_format(op, cache, code, granularity, "value_first")
     qkv = Rows(mixed_qkv, mixed_qkv.stride(0))

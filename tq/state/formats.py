@@ -33,10 +33,13 @@ GRANULARITIES = {
 
 
 class DeviceFormat(NamedTuple):
-    """A format as a kernel takes it."""
+    """A format as a kernel takes it; with None in it, states are left as they are."""
 
-    code: DeviceCode
+    code: DeviceCode | None
     restore: Any
+
+
+AS_IT_IS = DeviceFormat(None, None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from tq.state.formats import fit, round_groups
 
 @triton.jit
 def qdq(tile, format, cut):
-    """A tile of whole groups, encoded and decoded; as it is where format is None."""
-    if format is not None:
+    """A tile of whole groups, encoded and decoded; as it is for AS_IT_IS."""
+    if format.restore is not None:
         groups = as_groups(tile, cut)
         amax, scale = fit(groups, format)
         tile = as_block(round_groups(groups, amax, scale, format), cut)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tq.kernels.device import round_to
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, run
-from tq.state.cache import as_block, as_groups, elements_of, find_head, part_of
+from tq.state.cache import NOWHERE, as_block, as_groups, elements_of, find_head, part_of
 from tq.state.formats import fit, round_groups
 from tq.state.qdq import check_code
 
@@ -35,7 +35,7 @@ def check_kernel(state, quantized, report, format, cut):
     amax, scale = fit(groups, format)
     right = round_to(as_block(round_groups(groups, amax, scale, format), cut), dtype)
     after = right
-    if quantized is not None:
+    if quantized.data is not None:
         other, _ = find_head(quantized, request, head, cut)
         after = tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
     differs = after.to(tl.uint32, bitcast=True) != right.to(tl.uint32, bitcast=True)
@@ -107,7 +107,7 @@ def check(
     place = bind_states(op, "state", state)
     cache = bind_slots(op, place, slots, null_slot, has_initial_state, num_accepted_tokens)
     launch = bind_format(op, cache, code, granularity, layout, whole=True)
-    after = None
+    after = NOWHERE
     if quantized is not None:
         after = bind_states(op, "quantized", quantized, state.device)
         check_shape(op, "quantized", quantized, tuple(state.shape))
