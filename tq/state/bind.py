@@ -16,9 +16,18 @@ from tq.state.formats import AS_IT_IS, FORMATS, GRANULARITIES, DeviceFormat, Gra
 
 LAYOUTS = ("value_first", "key_first")
 MAX_HEAD = 1 << 16  # elements of a head that one program can hold
-# Found nothing better by arithmetic: 32 registers of state a thread leave room for two programs of a whole head on an SM.
-ELEMENTS_PER_THREAD = 32
-PART = 4096  # elements a program holds where groups do not need more
+
+
+class Tuning(NamedTuple):
+    """How programs are shaped. part: elements of one where groups do not need more; max_registers: of a thread, None
+    for the compiler's choice."""
+
+    elements_per_thread: int = 32
+    part: int = 4096
+    max_registers: int | None = None
+
+
+tuning = Tuning()
 
 
 class Launch(NamedTuple):
@@ -57,9 +66,7 @@ def bind_states(op: str, name: str, state: torch.Tensor, device: torch.device | 
             f"{op}: a head of {name} must have at most {MAX_HEAD} elements, padded to powers of two, got {size}"
         )
     if state.shape[0] and not state[0].is_contiguous():
-        raise ValueError(
-            f"{op}: heads of {name} must be dense, got strides {state.stride()}; only slots may lie apart"
-        )
+        raise ValueError(f"{op}: heads of {name} must be dense, got strides {state.stride()}; only slots may lie apart")
     if state.shape[0] > 1 and state.stride(0) < state[0].numel():
         raise ValueError(f"{op}: slots of {name} must not overlap, got strides {state.stride()}")
     return Place(state, state.stride(0), IN_ORDER)
@@ -81,7 +88,9 @@ def bind_slots(
         wanted = "[B]" if num_accepted_tokens is None else "[B, T] with num_accepted_tokens"
         raise ValueError(f"{op}: {name} must be {wanted}, got shape {tuple(slots.shape)}")
     if null_slot is not None and (not isinstance(null_slot, int) or null_slot < 0):
-        raise ValueError(f"{op}: null_slot must be a slot or None, got {null_slot!r}; negative slots are skipped always")
+        raise ValueError(
+            f"{op}: null_slot must be a slot or None, got {null_slot!r}; negative slots are skipped always"
+        )
     batch = (slots.shape[0],)
     if num_accepted_tokens is not None:
         check_tensor(op, "num_accepted_tokens", num_accepted_tokens, (torch.int32, torch.int64), device)
@@ -103,13 +112,13 @@ def padded(size: int) -> int:
 
 
 @lru_cache
-def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, whole: bool = False) -> Cut:
-    """The cut of heads of [rows, cols] whose groups are `group`; `whole`: a program has its head entirely."""
+def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, part: int) -> Cut:
+    """The cut of heads of [rows, cols] whose groups are `group` into programs of `part` elements or one group more."""
     block_cols = padded(cols)
     by_row, by_col = (group.values, group.keys) if layout == "value_first" else (group.keys, group.values)
     group_cols = min(by_col, block_cols) or block_cols
     group_rows = min(by_row, padded(rows)) or padded(rows)
-    block_rows = padded(rows) if whole else min(padded(rows), max(group_rows, PART // block_cols))
+    block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
     return Cut(*map(constant, (heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts)))
 
@@ -126,8 +135,8 @@ def bind_format(op: str, place: Place, code: str | None, granularity: str, layou
     check_choice(op, "layout", layout, LAYOUTS)
     check_device(op, place.data.device)
     group = GRANULARITIES[granularity] if code is not None else Granularity(1, 1)
-    cut = cut_of(*place.data.shape[1:], group, layout, whole)
-    warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * ELEMENTS_PER_THREAD)
+    cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else tuning.part)
+    warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * tuning.elements_per_thread)
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
     return Launch(found, cut, min(max(warps, 1), 32))
 
@@ -138,10 +147,10 @@ def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *argument
     if programs == 0:
         return
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": fusion}
+    if tuning.max_registers is not None:
+        options["maxnreg"] = tuning.max_registers
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*arguments, launch.format, launch.cut, **options)
     else:
         kernel[(programs,)](*arguments, launch.format, launch.cut, **options)
-
-

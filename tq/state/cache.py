@@ -6,7 +6,7 @@ slot follow one another; slots may lie any distance apart, since engines keep ot
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,30 +16,30 @@ EARLIER = tl.constexpr(256)  # requests compared at a time in `is_first`
 
 
 class Slots(NamedTuple):
-    """Which slot each request has. index: int32 or int64, at request * stride + column * column_stride.
+    """Which slot each request has. ids: int32 or int64, at request * stride + column * column_stride.
 
     num_accepted: tokens accepted of each request, the column plus one; None: column 0. present: bytes, 0 for a request
-    that has no state yet; None: all have. count: slots of the cache. null: a slot that is none, -1 for no such slot.
+    that has no state yet; None: all have. size: slots of the cache. null: a slot that is none, -1 for no such slot.
     """
 
-    index: torch.Tensor | None
+    ids: torch.Tensor | None
     stride: int
     column_stride: int
     columns: int
     num_accepted: torch.Tensor | None
     present: torch.Tensor | None
-    count: int
+    size: int
     null: int
 
 
-# A kernel asks whether `index` is None: Triton 3.6 cannot ask that of a tuple that has a None inside.
+# A kernel asks whether `ids` is None: Triton 3.6 cannot ask that of a tuple that has a None inside.
 IN_ORDER = Slots(None, 0, 0, 0, None, None, 0, 0)
 
 
 class Place(NamedTuple):
     """Where states lie: `stride` elements apart, in the order of `slots`, or one a request for IN_ORDER."""
 
-    data: torch.Tensor | None
+    data: Any
     stride: int
     slots: Slots
 
@@ -71,13 +71,13 @@ def part_of(cut):
 @triton.jit
 def find_slot(slots, request, asked):
     """(slot, whether it is one) of each request, int64 and bool; none where not asked for."""
-    address = slots.index + request * slots.stride
+    address = slots.ids + request * slots.stride
     if slots.num_accepted is not None:
         column = tl.load(slots.num_accepted + request, mask=asked, other=0).to(tl.int64) - 1
         asked = asked & (column >= 0) & (column < slots.columns)
         address += column * slots.column_stride
     slot = tl.load(address, mask=asked, other=-1).to(tl.int64)
-    asked = asked & (slot >= 0) & (slot < slots.count) & (slot != slots.null)
+    asked = asked & (slot >= 0) & (slot < slots.size) & (slot != slots.null)
     if slots.present is not None:
         asked = asked & (tl.load(slots.present + request, mask=asked, other=0) != 0)
     return slot, asked
@@ -87,7 +87,7 @@ def find_slot(slots, request, asked):
 def find_head(place, request, head, cut):
     """(address of a head, whether it exists)"""
     slot, exists = request, request >= 0
-    if place.slots.index is not None:
+    if place.slots.ids is not None:
         slot, exists = find_slot(place.slots, request, exists)
     return place.data + (slot * place.stride + head * (cut.ROWS * cut.COLS)), exists
 
@@ -96,8 +96,8 @@ def find_head(place, request, head, cut):
 def is_first(place, request):
     """Whether no earlier request has the slot of this one, so that of several requests exactly one writes it."""
     repeated = request < 0
-    if place.slots.index is not None:
-        slot, exists = find_slot(place.slots, request, request >= 0)
+    if place.slots.ids is not None:
+        slot, _exists = find_slot(place.slots, request, request >= 0)
         start = request * 0
         while start < request:
             other = start + tl.arange(0, EARLIER)

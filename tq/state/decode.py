@@ -1,7 +1,7 @@
 """One decode step of the gated delta rule, with the state rounded on its way in or out.
 
-The template is one; GDN and KDA differ in their gates, which are functions given to it. The state of a head stays in the
-registers of one program from load to store, so whatever shares a scale is there.
+The template is one; GDN and KDA differ in their gates, which are functions given to it. Whatever shares a scale is in
+the registers of one program from load to store.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def gdn_decode(
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    A_log: torch.Tensor,  # noqa: N803 - vLLM's name
+    A_log: torch.Tensor,
     dt_bias: torch.Tensor,
     scale: float,
     initial_state: torch.Tensor,
@@ -186,7 +186,7 @@ def kda_decode(
     mixed_qkv: torch.Tensor,
     raw_g: torch.Tensor,
     raw_beta: torch.Tensor,
-    A_log: torch.Tensor,  # noqa: N803 - vLLM's name
+    A_log: torch.Tensor,
     dt_bias: torch.Tensor,
     lower_bound: float | None,
     initial_state: torch.Tensor,
@@ -260,8 +260,8 @@ def bind_step(op: str, mixed_qkv: torch.Tensor, state: torch.Tensor) -> tuple[in
     check_tensor(op, "mixed_qkv", mixed_qkv, INPUT_DTYPES, state.device)
     if mixed_qkv.dim() != 2 or mixed_qkv.stride(1) != 1:
         raise ValueError(
-            f"{op}: mixed_qkv must be [B, channels] with channels side by side, got shape {tuple(mixed_qkv.shape)} with "
-            f"strides {mixed_qkv.stride()}"
+            f"{op}: mixed_qkv must be [B, channels] with channels side by side, got shape {tuple(mixed_qkv.shape)} "
+            f"with strides {mixed_qkv.stride()}"
         )
     return mixed_qkv.shape[0], *state.shape[1:]
 

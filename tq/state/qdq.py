@@ -61,17 +61,17 @@ def qdq_(
     Shapes: state [S, heads, values, keys] ("value_first": vLLM) or [S, heads, keys, values] ("key_first") in fp32, bf16
     or fp16, heads dense, slots at any distance; slots [B] int32 or int64.
     Slots: negative ones, `null_slot` and those past the cache are skipped. has_initial_state [B] bool: requests without
-    one are skipped, whatever their slot holds. num_accepted_tokens [B] int32 or int64: slots are then [B, T] and request
-    i means slots[i, num_accepted_tokens[i] - 1]; one out of [1, T] is skipped. A slot that several requests have is
-    rounded once, as the first of them has it. No other byte of the cache is read or written.
+    one are skipped, whatever their slot holds. num_accepted_tokens [B] int32 or int64: slots are then [B, T] and
+    request i means slots[i, num_accepted_tokens[i] - 1]; a number out of [1, T] is skipped. A slot that several requests
+    have is rounded once, by the first of them. No other byte of the cache is read or written.
     Formats: code "int8" (MAX 127), "int8_narrow" (the same without -128, which no value reaches) or "fp8_e4m3" (MAX
     448); granularity "head", "value_channel", "key_channel", "tile" (all keys of 64 value channels), "group16",
     "group32" or "group64" (that many value channels of one key channel).
     Rounding: nearest-even, in fp32, then to the state's dtype. INT8 divides by s, FP8 multiplies by 1 / s. A group of
     amax <= 2^-24 becomes zeros, each with its element's sign; a group with a NaN or an infinity becomes NaN.
     One launch; no allocation, no synchronization; may be captured in a CUDA graph.
-    Source: bit-equal to ModelOpt's TensorQuantizer with dynamic amax, except that a NaN in one group leaves other groups
-    as they are.
+    Source: bit-equal to ModelOpt's TensorQuantizer with dynamic amax, except that a NaN in one group leaves the other
+    groups as they are.
     Raises TypeError or ValueError for arguments that do not fit, NotImplementedError for a head of more than 65536
     elements or a device without kernels, before anything is launched.
     """
@@ -98,8 +98,8 @@ def gather(
     """out[i] = qdq(state[slots[i]]), and zeros for a request that has no slot or no state yet.
 
     Shapes: out [B, heads, rows, columns] of the state's dtype or fp32, a new tensor for None. code None: no rounding.
-    Otherwise as `qdq_`, of which this is the form for prefill: the cache is left as it is, and what a slot without state
-    holds, NaN included, is not read. A slot may be gathered by several requests.
+    Otherwise as `qdq_`, of which this is the form for prefill: the cache is left as it is, and what a slot without
+    state holds, NaN included, is not read. A slot may be gathered by several requests.
     """
     op = "state.gather"
     cache = bind_slots(op, bind_states(op, "state", state), slots, null_slot, has_initial_state, num_accepted_tokens)
@@ -125,8 +125,8 @@ def scatter_(
     """state[slots[i]] = qdq(values[i]); returns `state`.
 
     Shapes: values [B, heads, rows, columns] of the state's dtype or fp32; they are rounded to the state's dtype first.
-    code None: no rounding beyond that. Slots, formats, rounding and errors are those of `qdq_`; of several requests with
-    one slot the first is written.
+    code None: no rounding beyond that. Slots, formats, rounding and errors are those of `qdq_`; of several requests
+    with one slot the first is written.
     """
     op = "state.scatter_"
     cache = bind_slots(op, bind_states(op, "state", state), slots, null_slot, None, num_accepted_tokens)
