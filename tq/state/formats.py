@@ -36,28 +36,49 @@ class DeviceFormat(NamedTuple):
     """A format as a kernel takes it; with None in it, states are left as they are."""
 
     code: DeviceCode | None
+    scale: Any
     restore: Any
 
 
-AS_IT_IS = DeviceFormat(None, None)
+AS_IT_IS = DeviceFormat(None, None, None)
 
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """An element code and restore(value of a code, scale) -> value of the state, a jit function of tiles."""
+    """An element code with jit functions of tiles: scale(amax, MAX) -> what the state is multiplied by, and
+    restore(value of a code, scale) -> value of the state."""
 
     name: str
     code: Code
+    scale: Any
     restore: Any
 
     def device(self, target: Target) -> DeviceFormat:
-        return DeviceFormat(self.code.device(target), self.restore)
+        return DeviceFormat(self.code.device(target), self.scale, self.restore)
+
+
+@triton.jit
+def invert(x):
+    """1 / x, IEEE."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def scale_by_reciprocal(amax, MAX: tl.constexpr):
+    """MAX * (1 / amax), the reciprocal rounded to fp32 first, as torch divides a number by a tensor."""
+    return invert(amax) * MAX
+
+
+@triton.jit
+def scale_by_division(amax, MAX: tl.constexpr):
+    """MAX / amax, IEEE."""
+    return tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax)
 
 
 @triton.jit
 def restore_by_reciprocal(value, scale):
     """value * (1 / scale), the reciprocal rounded to fp32 first."""
-    return value * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return value * invert(scale)
 
 
 @triton.jit
@@ -71,9 +92,9 @@ def restore_by_division(value, scale):
 FORMATS = {
     each.name: each
     for each in (
-        Format("int8", INT8, restore_by_division),
-        Format("int8_narrow", INT8_NARROW, restore_by_division),
-        Format("fp8_e4m3", E4M3, restore_by_reciprocal),
+        Format("int8", INT8, scale_by_division, restore_by_division),
+        Format("int8_narrow", INT8_NARROW, scale_by_division, restore_by_division),
+        Format("fp8_e4m3", E4M3, scale_by_reciprocal, restore_by_reciprocal),
     )
 }
 
@@ -82,14 +103,13 @@ FORMATS = {
 def fit(tile, format):
     """(amax, scale) of [groups, rows of a group, groups, columns of a group], kept in [groups, 1, groups, 1].
 
-    amax is NaN where any element is. scale = MAX / amax (IEEE), and 0 where amax <= 2^-24 or not finite.
+    amax is NaN where any element is; the scale is 0 where amax <= 2^-24 or not finite.
     """
     # As integers, magnitudes are in order and every NaN is above infinity; a maximum of floats would skip NaN.
     bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
     usable = (amax > 5.9604644775390625e-08) & (amax < float("inf"))
-    largest = tl.full(amax.shape, format.code.MAX, tl.float32)
-    return amax, tl.where(usable, tl.div_rn(largest, tl.where(usable, amax, 1.0)), 0.0)
+    return amax, tl.where(usable, format.scale(tl.where(usable, amax, 1.0), format.code.MAX), 0.0)
 
 
 @triton.jit

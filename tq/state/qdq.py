@@ -62,13 +62,14 @@ def qdq_(
     or fp16, heads dense, slots at any distance; slots [B] int32 or int64.
     Slots: negative ones, `null_slot` and those past the cache are skipped. has_initial_state [B] bool: requests without
     one are skipped, whatever their slot holds. num_accepted_tokens [B] int32 or int64: slots are then [B, T] and
-    request i means slots[i, num_accepted_tokens[i] - 1]; a number out of [1, T] is skipped. A slot that several requests
-    have is rounded once, by the first of them. No other byte of the cache is read or written.
+    request i means slots[i, num_accepted_tokens[i] - 1]; a number out of [1, T] is skipped. A slot of several requests
+    is rounded once, by the first of them. No other byte of the cache is read or written.
     Formats: code "int8" (MAX 127), "int8_narrow" (the same without -128, which no value reaches) or "fp8_e4m3" (MAX
     448); granularity "head", "value_channel", "key_channel", "tile" (all keys of 64 value channels), "group16",
     "group32" or "group64" (that many value channels of one key channel).
-    Rounding: nearest-even, in fp32, then to the state's dtype. INT8 divides by s, FP8 multiplies by 1 / s. A group of
-    amax <= 2^-24 becomes zeros, each with its element's sign; a group with a NaN or an infinity becomes NaN.
+    Rounding: nearest-even, in fp32, then to the state's dtype. INT8 divides by amax and by s; FP8 multiplies by the
+    reciprocals of both, rounded to fp32 first. A group of amax <= 2^-24 becomes zeros, each with its element's sign; a
+    group with a NaN or an infinity becomes NaN.
     One launch; no allocation, no synchronization; may be captured in a CUDA graph.
     Source: bit-equal to ModelOpt's TensorQuantizer with dynamic amax, except that a NaN in one group leaves the other
     groups as they are.
