@@ -28,19 +28,22 @@ def native():
     pytest.importorskip("vllm")
     import vllm.triton_utils
 
-    if DEVICE == "cpu":
-        # vLLM takes a CPU for a machine without Triton; this one has it, interpreted.
-        vllm.triton_utils.triton, vllm.triton_utils.tl = triton, tl
-    gdn = pytest.importorskip("vllm.third_party.flash_linear_attention.ops.fused_recurrent")
-    kda = pytest.importorskip("vllm.models.kimi_k3.nvidia.ops.third_party.kda.fused_recurrent")
-    if DEVICE == "cpu":
-        for module in (gdn, kda):
-            module.exp, module.log = exp, log  # bound at import, which the interpreter cannot replace
-        kda.current_platform.is_arch_support_pdl = lambda *arguments: False
-    return {
-        "gdn": gdn.fused_recurrent_gated_delta_rule_packed_decode,
-        "kda": kda.fused_recurrent_kda_packed_decode,
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            # vLLM takes a CPU for a machine without Triton; this one has it, interpreted.
+            patch.setattr(vllm.triton_utils, "triton", triton)
+            patch.setattr(vllm.triton_utils, "tl", tl)
+        gdn = pytest.importorskip("vllm.third_party.flash_linear_attention.ops.fused_recurrent")
+        kda = pytest.importorskip("vllm.models.kimi_k3.nvidia.ops.third_party.kda.fused_recurrent")
+        if DEVICE == "cpu":
+            for module in (gdn, kda):
+                patch.setattr(module, "exp", exp)  # bound at import, which the interpreter cannot replace
+                patch.setattr(module, "log", log)
+            patch.setattr(kda.current_platform, "is_arch_support_pdl", lambda *arguments: False, raising=False)
+        yield {
+            "gdn": gdn.fused_recurrent_gated_delta_rule_packed_decode,
+            "kda": kda.fused_recurrent_kda_packed_decode,
+        }
 
 
 @pytest.mark.parametrize(("kind", "bound"), KINDS)
