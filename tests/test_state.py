@@ -9,8 +9,10 @@ import pytest
 import torch
 from helpers import DEVICE, assert_same_bits, bits, float64
 from state_helpers import LARGEST, SHARED, TINY, assert_same_states, cache, indices, rounded
+from test_codes import on_device
 
 import tq.state
+from tq.kernels.codes import INT8, INT8_NARROW
 from tq.state import bind
 
 HEADS, VALUES, KEYS = 2, 80, 24  # no powers of two; more values than a tile has
@@ -93,6 +95,18 @@ def test_a_second_rounding_changes_no_code(code):
     once = state[1].clone()
     tq.state.qdq_(state, indices([1]), code=code)
     assert ((state[1] - once).abs() <= 2.0**-21 * once.abs()).all()
+
+
+@pytest.mark.parametrize(("code", "low"), [(INT8, -128), (INT8_NARROW, -127)])
+def test_int8_codes(code, low):
+    """Ties to even, both ends, and what lies beyond them."""
+    values = np.float32(
+        [0.5, 1.5, -0.5, -1.5, 126.5, 127.4, 1e30, np.inf, -126.5, -127.4, -127.6, -128.0, -1e30, -np.inf]
+    )
+    want = np.clip(np.rint(values.astype(np.float64)), low, 127).astype(np.int8)
+    for got in (on_device(code.encode, values, torch.uint8), code.reference_encode(torch.from_numpy(values))):
+        assert (got.cpu().numpy().view(np.int8) == want).all()
+    assert (on_device(code.decode, want.view(np.uint8), torch.float32).cpu().numpy() == want).all()
 
 
 def test_the_full_range_has_no_value_that_the_narrow_one_has_not():

@@ -1,5 +1,6 @@
 """tq: producers that write their result already quantized, as Triton kernels composed from parts written once."""
 
+from tq import state
 from tq.activation import QuantizedActivation
 from tq.kernels.check import CheckReport, check
 from tq.kernels.codes import Code
@@ -26,5 +27,6 @@ __all__ = [
     "register_scheme",
     "rms_norm",
     "silu_mul",
+    "state",
     "use_reference",
 ]
