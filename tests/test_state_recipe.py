@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import yaml
 
 from tq.state import StateOptions, parse_recipe, read_recipe
 
@@ -36,6 +37,7 @@ def test_the_seed_recipe(tmp_path):
     assert recipe.options("model.layers.3.linear_attn.gdn_state_quantizer") == StateOptions("int8_narrow", "head")
     assert recipe.options("model.layers.0.self_attn.kda_state_quantizer") == StateOptions("fp8_e4m3", "head")
     assert recipe.options("model.layers.3.linear_attn.in_proj.weight_quantizer") is None
+    assert parse_recipe(recipe.document()) == recipe
 
 
 def test_the_last_rule_that_matches_counts():
@@ -59,7 +61,9 @@ def test_the_last_rule_that_matches_counts():
     ],
 )
 def test_attributes(changes, options):
-    assert parse_recipe(with_cfg(**changes)).options("x.gdn_state_quantizer") == options
+    recipe = parse_recipe(with_cfg(**changes))
+    assert recipe.options("x.gdn_state_quantizer") == options
+    assert parse_recipe(yaml.safe_load(yaml.safe_dump(recipe.document()))) == recipe
 
 
 @pytest.mark.parametrize(

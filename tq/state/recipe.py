@@ -35,6 +35,10 @@ class Recipe:
                 found = options
         return found
 
+    def document(self) -> dict[str, Any]:
+        """The recipe in ModelOpt's form, which `parse_recipe` reads back."""
+        return {"quantize": {"quant_cfg": [write_rule(*rule) for rule in self.rules], "algorithm": None}}
+
 
 def read_recipe(path: str | Path) -> Recipe:
     """The recipe in a YAML file. Raises ValueError naming what is not understood, OSError for no file."""
@@ -99,6 +103,18 @@ def parse_granularity(name: str, given: dict[str, Any]) -> str:
     if f"group{size}" not in GRANULARITIES:
         raise ValueError(f"{OP}: block_sizes of {name} must be {{-1: 16, 32 or 64}}, got {blocks!r}")
     return f"group{size}"
+
+
+def write_rule(name: str, options: StateOptions | None) -> dict[str, Any]:
+    """An entry of quant_cfg that `parse_rule` reads as these options."""
+    if options is None:
+        return {"quantizer_name": name, "enable": False}
+    group = options.granularity.removeprefix("group")
+    shared: dict[str, Any] = {"axis": [0, 1]} if options.granularity == "head" else {"block_sizes": {-1: int(group)}}
+    if options.code == "fp8_e4m3":
+        return {"quantizer_name": name, "cfg": {"num_bits": [4, 3], "type": "dynamic", **shared}}
+    narrow = options.code == "int8_narrow"
+    return {"quantizer_name": name, "cfg": {"num_bits": 8, "type": "dynamic", "narrow_range": narrow, **shared}}
 
 
 def fields(what: str, value: Any, known: tuple) -> dict:
