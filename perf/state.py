@@ -177,7 +177,7 @@ def restore_kernel(differ, FIRST: tl.constexpr, BLOCK: tl.constexpr):
     """Quotients of a code by BLOCK scales of exponent FIRST that are not the IEEE division's."""
     scale = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) + (FIRST << 23)).to(tl.float32, bitcast=True)
     value = tl.full([BLOCK], 1.0, tl.float32) * (tl.program_id(1) + 1).to(tl.float32)
-    tl.atomic_add(differ, tl.sum((restore_by_division(value, scale) != tl.div_rn(value, scale)).to(tl.int64)))
+    tl.atomic_add(differ, tl.sum((restore_by_division(value, scale, value) != tl.div_rn(value, scale)).to(tl.int64)))
 
 
 def check_arithmetic() -> list[dict[str, Any]]:

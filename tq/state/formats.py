@@ -46,7 +46,7 @@ AS_IT_IS = DeviceFormat(None, None, None)
 @dataclass(frozen=True, eq=False)
 class Format:
     """An element code with jit functions of tiles: scale(amax, MAX) -> what the state is multiplied by, and
-    restore(value of a code, scale) -> value of the state."""
+    restore(value of a code, scale, element) -> value of the state, with the sign of the element even if it is zero."""
 
     name: str
     code: Code
@@ -76,16 +76,18 @@ def scale_by_division(amax, MAX: tl.constexpr):
 
 
 @triton.jit
-def restore_by_reciprocal(value, scale):
-    """value * (1 / scale), the reciprocal rounded to fp32 first."""
+def restore_by_reciprocal(value, scale, element):
+    """value * (1 / scale), the reciprocal rounded to fp32 first; for codes with a sign of their own."""
     return value * invert(scale)
 
 
 @triton.jit
-def restore_by_division(value, scale):
+def restore_by_division(value, scale, element):
     """value / scale, IEEE. A quarter of it is divided, so that nothing overflows before the quotient does."""
     scale = scale * 4.0
-    return divide(value, scale, exact_reciprocal(scale)) * 4.0
+    value = divide(value, scale, exact_reciprocal(scale)) * 4.0
+    sign = element.to(tl.uint32, bitcast=True) & 0x80000000
+    return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 # ModelOpt scales by 127 / amax in the narrow range and in the full one; there -128 is a code that no value reaches.
@@ -101,22 +103,21 @@ FORMATS = {
 
 @triton.jit
 def fit(tile, format):
-    """(amax, scale) of [groups, rows of a group, groups, columns of a group], kept in [groups, 1, groups, 1].
+    """(scale to encode with, scale to decode with) of [groups, rows of a group, groups, columns of a group], kept in
+    [groups, 1, groups, 1].
 
-    amax is NaN where any element is; the scale is 0 where amax <= 2^-24 or not finite.
+    They are 0 and 1 where amax <= 2^-24, and 0 and NaN where an element is NaN or infinite.
     """
     # As integers, magnitudes are in order and every NaN is above infinity; a maximum of floats would skip NaN.
     bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
     usable = (amax > 5.9604644775390625e-08) & (amax < float("inf"))
-    return amax, tl.where(usable, format.scale(tl.where(usable, amax, 1.0), format.code.MAX), 0.0)
+    scale = format.scale(tl.where(usable, amax, 1.0), format.code.MAX)
+    otherwise = tl.where(amax < 1.0, 1.0, float("nan"))
+    return tl.where(usable, scale, 0.0), tl.where(usable, scale, otherwise)
 
 
 @triton.jit
-def round_groups(tile, amax, scale, format):
-    """decode(encode(tile * scale)) / scale with what `fit` found; the sign of a zero is that of the element."""
-    value = format.code.decode(format.code.encode(tile * scale))
-    value = format.restore(value, tl.where(scale == 0.0, 1.0, scale))
-    sign = tile.to(tl.uint32, bitcast=True) & 0x80000000
-    value = (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    return tl.where(amax < float("inf"), value, float("nan"))
+def round_groups(tile, scale, back, format):
+    """decode(encode(tile * scale)) / back"""
+    return format.restore(format.code.decode(format.code.encode(tile * scale)), back, tile)

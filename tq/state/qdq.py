@@ -17,8 +17,8 @@ def qdq(tile, format, cut):
     """A tile of whole groups, encoded and decoded; as it is for AS_IT_IS."""
     if format.restore is not None:
         groups = as_groups(tile, cut)
-        amax, scale = fit(groups, format)
-        tile = as_block(round_groups(groups, amax, scale, format), cut)
+        scale, back = fit(groups, format)
+        tile = as_block(round_groups(groups, scale, back, format), cut)
     return tile
 
 

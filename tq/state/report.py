@@ -32,8 +32,8 @@ def check_kernel(state, quantized, report, format, cut):
     dtype: tl.constexpr = state.data.dtype.element_ty
     before = tl.load(read + at, mask=inside, other=0.0).to(tl.float32)
     groups = as_groups(before, cut)
-    amax, scale = fit(groups, format)
-    right = round_to(as_block(round_groups(groups, amax, scale, format), cut), dtype)
+    scale, back = fit(groups, format)
+    right = round_to(as_block(round_groups(groups, scale, back, format), cut), dtype)
     after = right
     if quantized.data is not None:
         other, _ = find_head(quantized, request, head, cut)
