@@ -10,10 +10,11 @@ import torch
 from helpers import DEVICE, assert_same_bits, bits, float64
 from state_helpers import LARGEST, SHARED, TINY, assert_same_states, cache, indices, rounded
 from test_codes import on_device
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tq.state
 from tq.kernels.codes import INT8, INT8_NARROW
-from tq.state import bind
+from tq.state import bind, qdq
 
 HEADS, VALUES, KEYS = 2, 80, 24  # no powers of two; more values than a tile has
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -244,6 +245,45 @@ def test_gather_and_scatter_are_rounding_in_place_and_a_copy(dtype, beside):
     assert_same_bits(state, want)
     state[[3, 1]] = before[[4, 2], : state[0].numel()].view(values.shape)
     assert_same_bits(memory, before)
+
+
+class Launches:
+    """Stands where the kernel stands and counts."""
+
+    count = 0
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, **options):
+        self.count += 1
+
+
+class Operators(TorchDispatchMode):
+    """The torch operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*arguments, **(options or {}))
+
+
+def test_one_launch_without_allocation_or_synchronization(monkeypatch):
+    """Of torch's operators only those that look at a tensor another way run, so a graph can capture all of it."""
+    launches = Launches()
+    monkeypatch.setattr(qdq, "move_kernel", launches)
+    state, _ = cache(4, HEADS, 8, 16)
+    ids, accepted = indices([[1, 2], [3, 0]]), indices([1, 2])
+    has_state, beside = torch.tensor([True, False], device=DEVICE), torch.zeros(2, HEADS, 8, 16, device=DEVICE)
+    with Operators() as operators:
+        tq.state.qdq_(state, ids, num_accepted_tokens=accepted, has_initial_state=has_state)
+        tq.state.gather(state, ids[:, 0], has_initial_state=has_state, out=beside)
+        tq.state.scatter_(state, ids[:, 1], beside, code="int8")
+    assert launches.count == 3
+    assert operators.names <= {"select", "slice", "view", "alias", "detach"}
 
 
 @pytest.mark.parametrize("batch", [0, 1])
