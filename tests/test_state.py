@@ -195,6 +195,18 @@ def test_o25_the_axis_that_shares_a_scale(varying, size, layout):
     assert worst[varying] < 2 / 127 and worst[other] > 0.9
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the file is in memory of the CPU")
+def test_slots_further_apart_than_32_bits_count(tmp_path):
+    """Three slots over 8 GiB of a file of which almost nothing is there."""
+    apart, shape = 1 << 30, (HEADS, 8, 16)
+    memory = torch.from_file(str(tmp_path / "states"), shared=True, size=2 * apart + 256, dtype=torch.float32)
+    state = memory.as_strided((3, *shape), (apart, 128, 16, 1))
+    state[1:] = torch.randn(2, *shape)
+    want = rounded(state[[2, 1]], "int8")
+    tq.state.qdq_(state, torch.tensor([2, 1]))
+    assert_same_bits(state[[2, 1]], want)
+
+
 def test_a_slot_of_several_requests_is_rounded_once():
     """As often as it is given, also further apart than requests are compared at a time."""
     state, _ = cache(40, 1, 2, 8)
@@ -360,6 +372,8 @@ BAD = [
     (ValueError, "slots must be on", lambda s, i: (s, i.to("meta")), {}),
     (ValueError, "null_slot must be a slot or None, got -1", lambda s, i: (s, i), {"null_slot": -1}),
     (TypeError, "has_initial_state must be bool", lambda s, i: (s, i), {"has_initial_state": "ids"}),
+    (ValueError, "has_initial_state must be contiguous",
+     lambda s, i: (s, i), {"has_initial_state": torch.ones(4, dtype=torch.bool, device=DEVICE)[::2]}),
     (ValueError, "code must be one of 'int8', 'int8_narrow', 'fp8_e4m3'", lambda s, i: (s, i), {"code": "int4"}),
     (ValueError, "code must be named, got None", lambda s, i: (s, i), {"code": None}),
     (ValueError, "granularity must be one of 'head'", lambda s, i: (s, i), {"granularity": "row"}),

@@ -174,13 +174,14 @@ BAD = [
     ("gdn", TypeError, "mixed_qkv must be bfloat16 or float16 or float32", change("qkv", lambda x: x.double())),
     ("gdn", ValueError, "a must have shape (6, 4), got (5, 4)", change("gate", lambda x: x[1:])),
     ("gdn", ValueError, "last stride of b must be 1", change("beta", lambda x: x.T.contiguous().T)),
-    ("gdn", ValueError, "A_log must be dense and have 4 elements", change("a_log", lambda x: x[1:])),
+    ("gdn", ValueError, "A_log must have 4 elements", change("a_log", lambda x: x[1:])),
     ("gdn", ValueError, "the state indices must have shape (6,), got (5,)", change("slots", lambda x: x[1:])),
     ("gdn", ValueError, "heads of initial_state must be dense", change("state", lambda x: x.transpose(2, 3))),
     ("kda", ValueError, "mixed_qkv must have a key head for each of 4", change("qkv", lambda x: x[:, 128:])),
     ("kda", ValueError, "raw_g must have shape (1, 6, 4, 32)", change("gate", lambda x: x[:, :, 1:])),
     ("kda", ValueError, "heads of raw_g must be dense", change("gate", lambda x: x.transpose(1, 2).contiguous().mT)),
-    ("kda", ValueError, "dt_bias must be dense and have 128 elements", change("dt_bias", lambda x: x[:4])),
+    ("kda", ValueError, "dt_bias must have 128 elements", change("dt_bias", lambda x: x[:4])),
+    ("kda", ValueError, "A_log must be contiguous", change("a_log", lambda x: x.repeat_interleave(2)[::2])),
     ("kda", TypeError, "the state indices must be int32 or int64", change("slots", lambda x: x.float())),
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from tq.kernels.device import Rows
 from tq.kernels.launch import check_device
 from tq.kernels.producer import INPUT_DTYPES, check_choice, constant
 from tq.kernels.target import target_of
@@ -55,6 +56,12 @@ def check_shape(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]
         raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(tensor.shape)}")
 
 
+def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError unless the elements of `tensor` follow one another."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous, got strides {tensor.stride()}; pass {name}.contiguous()")
+
+
 def bind_states(op: str, name: str, state: torch.Tensor, device: torch.device | None = None) -> Place:
     """States [S, heads, rows, columns], each dense and apart from the next."""
     check_tensor(op, name, state, INPUT_DTYPES, device)
@@ -95,16 +102,41 @@ def bind_slots(
     if num_accepted_tokens is not None:
         check_tensor(op, "num_accepted_tokens", num_accepted_tokens, (torch.int32, torch.int64), device)
         check_shape(op, "num_accepted_tokens", num_accepted_tokens, batch)
-        num_accepted_tokens = num_accepted_tokens.contiguous()
+        check_dense(op, "num_accepted_tokens", num_accepted_tokens)
     if has_initial_state is not None:
         check_tensor(op, "has_initial_state", has_initial_state, (torch.bool,), device)
         check_shape(op, "has_initial_state", has_initial_state, batch)
-        has_initial_state = has_initial_state.contiguous().view(torch.uint8)
+        check_dense(op, "has_initial_state", has_initial_state)
+        has_initial_state = has_initial_state.view(torch.uint8)
     columns, column_stride = (1, 0) if slots.dim() == 1 else (slots.shape[1], slots.stride(1))
     null = -1 if null_slot is None else null_slot
     count = place.data.shape[0]
     strides = slots.stride(0), column_stride
     return place._replace(slots=Slots(slots, *strides, columns, num_accepted_tokens, has_initial_state, count, null))
+
+
+def bind_rows(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], state: torch.Tensor) -> Rows:
+    """[B, heads], heads side by side."""
+    check_tensor(op, name, tensor, INPUT_DTYPES, state.device)
+    check_shape(op, name, tensor, shape)
+    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+        raise ValueError(f"{op}: last stride of {name} must be 1, got {tensor.stride()}; pass {name}.contiguous()")
+    return Rows(tensor, tensor.stride(0))
+
+
+def bind_vector(op: str, name: str, tensor: torch.Tensor, size: int, state: torch.Tensor) -> torch.Tensor:
+    """A dense tensor of so many elements."""
+    check_tensor(op, name, tensor, INPUT_DTYPES, state.device)
+    if tensor.numel() != size:
+        raise ValueError(f"{op}: {name} must have {size} elements, got shape {tuple(tensor.shape)}")
+    check_dense(op, name, tensor)
+    return tensor
+
+
+def check_out(op: str, out: torch.Tensor, shape: tuple[int, ...], state: torch.Tensor) -> None:
+    check_tensor(op, "out", out, INPUT_DTYPES, state.device)
+    check_shape(op, "out", out, shape)
+    check_dense(op, "out", out)
 
 
 def padded(size: int) -> int:

@@ -14,8 +14,18 @@ import triton.language as tl
 
 from tq.kernels.device import Rows, round_to
 from tq.kernels.producer import INPUT_DTYPES, check_choice, constant
-from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, check_tensor, run
-from tq.state.cache import IN_ORDER, Place, elements_of, find_head, part_of
+from tq.state.bind import (
+    bind_format,
+    bind_rows,
+    bind_slots,
+    bind_states,
+    bind_vector,
+    check_out,
+    check_shape,
+    check_tensor,
+    run,
+)
+from tq.state.cache import elements_of, find_head, part_of
 from tq.state.qdq import qdq
 
 NULL_SLOT = 0  # the slot that vLLM pads a batch with
@@ -246,7 +256,7 @@ def decode(
     granularity: str,
 ) -> None:
     """Launches the template for any gates."""
-    cache = bind_slots(op, Place(state, state.stride(0), IN_ORDER), slots, NULL_SLOT, name="the state indices")
+    cache = bind_slots(op, bind_states(op, "initial_state", state), slots, NULL_SLOT, name="the state indices")
     check_shape(op, "the state indices", slots, (mixed_qkv.shape[0],))
     launch = bind_format(op, cache, code, granularity, "value_first")
     qkv = Rows(mixed_qkv, mixed_qkv.stride(0))
@@ -275,33 +285,6 @@ def key_group(op: str, mixed_qkv: torch.Tensor, heads: int, values: int, keys: i
             f"{heads}, got {mixed_qkv.shape[1]}"
         )
     return heads // key_heads
-
-
-def bind_rows(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], state: torch.Tensor) -> Rows:
-    """[B, heads], heads side by side."""
-    check_tensor(op, name, tensor, INPUT_DTYPES, state.device)
-    check_shape(op, name, tensor, shape)
-    if tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ValueError(f"{op}: last stride of {name} must be 1, got {tensor.stride()}; pass {name}.contiguous()")
-    return Rows(tensor, tensor.stride(0))
-
-
-def bind_vector(op: str, name: str, tensor: torch.Tensor, size: int, state: torch.Tensor) -> torch.Tensor:
-    """A dense tensor of so many elements."""
-    check_tensor(op, name, tensor, INPUT_DTYPES, state.device)
-    if tensor.numel() != size or not tensor.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} must be dense and have {size} elements, got shape {tuple(tensor.shape)} with strides "
-            f"{tensor.stride()}"
-        )
-    return tensor
-
-
-def check_out(op: str, out: torch.Tensor, shape: tuple[int, ...], state: torch.Tensor) -> None:
-    check_tensor(op, "out", out, INPUT_DTYPES, state.device)
-    check_shape(op, "out", out, shape)
-    if not out.is_contiguous():
-        raise ValueError(f"{op}: out must be contiguous, got strides {out.stride()}")
 
 
 def step_of(op: str, load_gates: Any, group: int, normalize: bool, quantize: str) -> Step:
