@@ -86,3 +86,17 @@ def test_no_number(code, bad):
     got = by_tq(state, code)
     assert_same_states(got, by_modelopt(state, code))
     assert got.isnan().all()
+
+
+@every_code
+@pytest.mark.parametrize("granularity", ["head", "group16", "group32"])
+def test_a_saved_quantizer(code, granularity):
+    """As ModelOpt saves it, before and after it has seen a state."""
+    quantizer = TensorQuantizer(QuantizerAttributeConfig(type="dynamic", **ATTRIBUTES[code], **KEPT[granularity]))
+    name = "layers.0.linear_attn.gdn_state_quantizer"
+    for _ in range(2):
+        recipe = tq.state.parse_quantizer_state({name: quantizer.get_modelopt_state()})
+        assert recipe.rules == ((name, tq.state.StateOptions(code, granularity)),)
+        quantizer(torch.randn(2, 2, 16, 64))
+    quantizer.disable()
+    assert tq.state.parse_quantizer_state({name: quantizer.get_modelopt_state()}).options(name) is None

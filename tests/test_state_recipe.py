@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from tq.state import StateOptions, parse_recipe, read_recipe
+from tq.state import StateOptions, parse_quantizer_state, parse_recipe, read_recipe
 
 # The one that ModelOpt's example for vLLM uses.
 SEED = """
@@ -101,6 +101,42 @@ def test_what_is_not_understood_is_named(document, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         parse_recipe(document)
     assert str(caught.value).startswith("state recipe: ")
+
+
+NAME = "layers.0.linear_attn.kda_state_quantizer"
+SAVED = {
+    "_num_bits": 8,
+    "_axis": (0, 1),
+    "_dynamic": True,
+    "_narrow_range": True,
+    "_block_sizes": None,
+    "backend": None,
+}
+
+
+def test_saved_quantizers():
+    saved = {
+        NAME: SAVED,
+        "layers.0.w_quantizer": {"_num_bits": 4},
+        NAME.replace("0", "1"): {**SAVED, "_disabled": True},
+    }
+    recipe = parse_quantizer_state(saved)
+    assert recipe.rules == ((NAME, StateOptions("int8_narrow", "head")), (NAME.replace("0", "1"), None))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"_rotate": True}, f"_rotate of {NAME} must be False; got True"),
+        ({"backend": "serving"}, f"backend of {NAME} must be None; got 'serving'"),
+        ({"_dynamic": False}, f"type of {NAME} must be dynamic"),
+        ({"_axis": (0,)}, f"axis of {NAME} must be [0, 1], a scale a slot and head; got [0]"),
+        ({"_new": 1}, f"the state of {NAME} must have no '_new'"),
+    ],
+)
+def test_saved_quantizers_that_compute_something_else(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_quantizer_state({NAME: {**SAVED, **change}})
 
 
 def test_a_file_that_is_not_yaml(tmp_path):

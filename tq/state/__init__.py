@@ -3,7 +3,7 @@
 from tq.state.decode import gdn_decode, kda_decode
 from tq.state.formats import FORMATS, GRANULARITIES
 from tq.state.qdq import gather, qdq_, scatter_
-from tq.state.recipe import Recipe, StateOptions, parse_recipe, read_recipe
+from tq.state.recipe import Recipe, StateOptions, parse_quantizer_state, parse_recipe, read_recipe
 from tq.state.report import StateReport, check
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "gather",
     "gdn_decode",
     "kda_decode",
+    "parse_quantizer_state",
     "parse_recipe",
     "qdq_",
     "read_recipe",

@@ -64,6 +64,42 @@ def parse_recipe(document: Any) -> Recipe:
     return Recipe(tuple(parse_rule(entry) for entry in entries))
 
 
+# Attributes of a saved quantizer that could make it compute something else, with the value that does not; and those
+# that make no difference to a forward pass.
+_PLAIN = {
+    "_fake_quant": True, "_if_quant": True, "_if_calib": False, "_rotate": False, "_bias": None, "_learn_amax": False,
+    "_constant_amax": None, "_use_constant_amax": False, "_dequantize": False, "_effective_bits": None,
+    "_input_dtype": None, "backend": None,
+}  # fmt: skip
+_UNUSED = (
+    "_trt_high_precision_dtype", "_enable_pre_quant_scale", "_pass_through_bwd", "_amax_shape_for_export",
+    "backend_extra_args", "_pytorch_state_metadata",
+)  # fmt: skip
+_READ = ("_disabled", "_dynamic", "_num_bits", "_axis", "_block_sizes", "_narrow_range", "_unsigned")
+
+
+def parse_quantizer_state(saved: dict[str, dict[str, Any]]) -> Recipe:
+    """{quantizer name: attributes}, "quantizer_state" in the metadata of a ModelOpt state file -> a rule a state.
+
+    Quantizers of other things are left out. Raises ValueError naming an attribute that is not understood.
+    """
+    rules: list[tuple[str, StateOptions | None]] = []
+    for name, attributes in saved.items():
+        if not name.endswith("_state_quantizer"):
+            continue
+        given = fields(f"the state of {name}", attributes, (*_PLAIN, *_UNUSED, *_READ))
+        if given.get("_disabled", False):
+            rules.append((name, None))
+            continue
+        for key, plain in _PLAIN.items():
+            expect(f"{key} of {name}", given.get(key, plain), (plain,))
+        cfg = {key.removeprefix("_"): given[key] for key in _READ[2:] if given.get(key) is not None}
+        if "block_sizes" in cfg:
+            cfg.pop("axis", None)  # of the blocks, set by the first call
+        rules.append((name, parse_quantizer(name, {**cfg, "type": "dynamic" if given.get("_dynamic") else "static"})))
+    return Recipe(tuple(rules))
+
+
 def parse_rule(entry: Any) -> tuple[str, StateOptions | None]:
     """(pattern, options) of one entry of quant_cfg."""
     given = fields("an entry of quant_cfg", entry, ("quantizer_name", "enable", "cfg"))
