@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def bytes_of(instruction: str, ptx: str) -> list[int]:
     return [int(vector or 1) * int(size) // 8 for vector, size in found]
 
 
-def main() -> None:
+def main(compile_one: Callable[..., Any] = compile_one) -> None:
     for combination in json.load(sys.stdin):
         try:
             found = facts_of(compile_one(**combination))

@@ -71,14 +71,16 @@ ALL = [
 ]
 
 
-def compile_all(chosen: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
+def compile_all(
+    chosen: list[dict[str, Any]], folder: Path, worker: str = "compile_worker.py"
+) -> dict[str, dict[str, Any]]:
     """What the worker says of each, by name; a worker for each core."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     path = [str(TESTS.parent), environment.get("PYTHONPATH", "")]
     environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
     def work(part: list[dict[str, Any]]) -> list[str]:
-        command = [sys.executable, str(TESTS / "compile_worker.py")]
+        command = [sys.executable, str(TESTS / worker)]
         done = subprocess.run(
             command, input=json.dumps(part), capture_output=True, text=True, env=environment, timeout=3000, check=False
         )

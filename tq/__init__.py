@@ -1,5 +1,6 @@
 """tq: producers that write their result already quantized, as Triton kernels composed from parts written once."""
 
+from tq import state
 from tq.activation import QuantizedActivation
 from tq.kernels.check import CheckReport, check
 from tq.kernels.codes import Code
@@ -50,6 +51,7 @@ __all__ = [
     "rms_norm",
     "silu",
     "silu_mul",
+    "state",
     "swiglu_oai",
     "use_reference",
 ]

@@ -11,6 +11,7 @@ import torch
 
 import tq
 from tq.contract import boundaries, pairing, vllm
+from tq.contract.state import apply_recipe
 
 _registered = False
 
@@ -44,6 +45,11 @@ def register() -> None:
 
 
 def _after_loading(model: torch.nn.Module) -> None:
+    recipe = apply_recipe(model)  # raises where it cannot be followed: it was asked for by name
+    if recipe is not None:
+        vllm.logger.info(
+            "tq %s: states rounded in %d layers of %s", tq.__version__, len(recipe.rules), type(model).__name__
+        )
     try:
         vllm.load_adapter()
         found = pairing.pair_model(model, vllm.norms_stand_aside())

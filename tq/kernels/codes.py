@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -184,11 +184,23 @@ def spacing_e4m3fnuz(value):
 
 
 @triton.jit
-def encode_int8(value):
-    """INT8: nearest-even, saturating to [-128, 127], NaN to 0."""
-    value = tl.where(is_nan(value), 0.0, tl.minimum(tl.maximum(value, -128.0), 127.0))
+def encode_integer(value, LOW: tl.constexpr):
+    """A byte of two's complement: nearest-even, saturating to [LOW, 127], NaN to 0."""
+    value = tl.where(is_nan(value), 0.0, tl.minimum(tl.maximum(value, LOW), 127.0))
     # At 1.5 * 2^23 fp32 numbers are the integers: the sum is rounded to nearest-even and its low byte is the code.
     return (value + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
+
+
+@triton.jit
+def encode_int8(value):
+    """INT8: nearest-even, saturating to [-128, 127], NaN to 0."""
+    return encode_integer(value, -128.0)
+
+
+@triton.jit
+def encode_int8_narrow(value):
+    """INT8 of a symmetric range: nearest-even, saturating to [-127, 127], NaN to 0."""
+    return encode_integer(value, -127.0)
 
 
 @triton.jit
@@ -265,8 +277,8 @@ def reference_decode_by_cast(codes: torch.Tensor, dtype: torch.dtype) -> torch.T
     return codes.view(dtype).float()
 
 
-def reference_encode_int8(value: torch.Tensor) -> torch.Tensor:
-    return value.nan_to_num(nan=0.0).clamp(-128.0, 127.0).round().to(torch.int8).view(torch.uint8)
+def reference_encode_int8(value: torch.Tensor, low: float = -128.0) -> torch.Tensor:
+    return value.nan_to_num(nan=0.0).clamp(low, 127.0).round().to(torch.int8).view(torch.uint8)
 
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -338,6 +350,12 @@ INT8 = Code(
     spacing=spacing_int8,
     reference_encode=reference_encode_int8,
     reference_decode=lambda codes: codes.view(torch.int8).float(),
+)
+INT8_NARROW = replace(
+    INT8,
+    name="int8_narrow",
+    encode=encode_int8_narrow,
+    reference_encode=partial(reference_encode_int8, low=-127.0),
 )
 E2M1 = Code(
     "e2m1",

@@ -1,0 +1,58 @@
+"""The kernels of recurrent states compiled for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import pytest
+from test_compile import compile_all, converts_natively, name_of
+
+
+def combination(target, kernel, code, granularity="head", **options):
+    return {"target": target, "kernel": kernel, "code": code, "granularity": granularity, **options}
+
+
+CHOSEN = [
+    combination("sm_90", "qdq", "int8"),
+    combination("sm_90", "qdq", "fp8_e4m3"),
+    combination("sm_90", "qdq", "int8_narrow", "key_channel"),
+    combination("sm_90", "qdq", "int8", "group32"),
+    combination("sm_90", "qdq", "int8", "tile", layout="key_first"),
+    combination("sm_90", "gather", "fp8_e4m3", "value_channel", dtype="bfloat16"),
+    combination("sm_90", "gather", None),
+    combination("sm_90", "check", "int8", "tile"),
+    combination("sm_90", "gdn_decode", "int8"),
+    combination("sm_90", "gdn_decode", None),
+    combination("sm_90", "kda_decode", "fp8_e4m3"),
+    combination("sm_80", "qdq", "fp8_e4m3"),
+    combination("sm_80", "gdn_decode", "int8", dtype="bfloat16"),
+    combination("sm_80", "check", "fp8_e4m3", "group16"),
+    combination("gfx942", "qdq", "fp8_e4m3", "value_channel"),
+    combination("gfx942", "gather", "int8", dtype="float16"),
+    combination("gfx942", "check", "int8"),
+    combination("gfx942", "kda_decode", "int8"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    found = compile_all(CHOSEN, tmp_path_factory.mktemp("triton"), "compile_state_worker.py")
+    return lambda chosen: found[name_of(chosen)]
+
+
+@pytest.mark.parametrize("chosen", CHOSEN, ids=name_of)
+def test_compiles(compiled, chosen):
+    """With the conversion instruction where it rounds as E4M3 says, and nothing spilled by what serves requests."""
+    facts = compiled(chosen)
+    assert "error" not in facts, facts["error"]
+    assert (facts["conversions"] > 0) == (chosen["code"] == "fp8_e4m3" and converts_natively(chosen["target"]))
+    assert facts["spills"] == 0 or chosen["kernel"] == "check"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [each for each in CHOSEN if each["target"] == "sm_90" and each["kernel"] in ("qdq", "gather")],
+    ids=name_of,
+)
+def test_sm_90_moves_states_in_words_of_16_bytes(compiled, chosen):
+    """Slots are numbers of 4 bytes."""
+    facts = compiled(chosen)
+    assert set(facts["loads"]) == {4, 16} and set(facts["stores"]) == {16}

@@ -1,0 +1,130 @@
+"""The state cache on the device: the slot of a request, the matrix of a head in it, and how that is cut into programs.
+
+A head is a [ROWS, COLS] matrix, dense in memory: values by keys (value-first) or keys by values (key-first). Heads of a
+slot follow one another; slots may lie any distance apart, since engines keep other state between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+EARLIER = tl.constexpr(256)  # requests compared at a time in `is_first`
+
+
+class Slots(NamedTuple):
+    """Which slot each request has. ids: int32 or int64, at request * stride + column * column_stride.
+
+    num_accepted: tokens accepted of each request, the column plus one; None: column 0. present: bytes, 0 for a request
+    that has no state yet; None: all have. size: slots of the cache. null: a slot that is none, -1 for no such slot.
+    """
+
+    ids: torch.Tensor | None
+    stride: int
+    column_stride: int
+    columns: int
+    num_accepted: torch.Tensor | None
+    present: torch.Tensor | None
+    size: int
+    null: int
+
+
+# A kernel asks whether `ids` is None: Triton 3.6 cannot ask that of a tuple that has a None inside.
+IN_ORDER = Slots(None, 0, 0, 0, None, None, 0, 0)
+
+
+class Place(NamedTuple):
+    """Where states lie: `stride` elements apart, in the order of `slots`, or one a request for IN_ORDER."""
+
+    data: Any
+    stride: int
+    slots: Slots
+
+
+NOWHERE = Place(None, 0, IN_ORDER)
+
+
+class Cut(NamedTuple):
+    """How a head is cut: PARTS programs of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x GROUP_COLS."""
+
+    HEADS: tl.constexpr
+    ROWS: tl.constexpr
+    COLS: tl.constexpr
+    BLOCK_ROWS: tl.constexpr
+    BLOCK_COLS: tl.constexpr
+    GROUP_ROWS: tl.constexpr
+    GROUP_COLS: tl.constexpr
+    PARTS: tl.constexpr
+
+
+@triton.jit
+def part_of(cut):
+    """(request, head, part) of this program; the request is int64, since its offset leaves 32 bits."""
+    program = tl.program_id(0)
+    head = program // cut.PARTS
+    return (head // cut.HEADS).to(tl.int64), head % cut.HEADS, program % cut.PARTS
+
+
+@triton.jit
+def find_slot(slots, request, asked):
+    """(slot, whether it is one) of each request, int64 and bool; none where not asked for."""
+    address = slots.ids + request * slots.stride
+    if slots.num_accepted is not None:
+        column = tl.load(slots.num_accepted + request, mask=asked, other=0).to(tl.int64) - 1
+        asked = asked & (column >= 0) & (column < slots.columns)
+        address += column * slots.column_stride
+    slot = tl.load(address, mask=asked, other=-1).to(tl.int64)
+    asked = asked & (slot >= 0) & (slot < slots.size) & (slot != slots.null)
+    if slots.present is not None:
+        asked = asked & (tl.load(slots.present + request, mask=asked, other=0) != 0)
+    return slot, asked
+
+
+@triton.jit
+def find_head(place, request, head, cut):
+    """(address of a head, whether it exists)"""
+    slot, exists = request, request >= 0
+    if place.slots.ids is not None:
+        slot, exists = find_slot(place.slots, request, exists)
+    return place.data + (slot * place.stride + head * (cut.ROWS * cut.COLS)), exists
+
+
+@triton.jit
+def is_first(place, request):
+    """Whether no earlier request has the slot of this one, so that of several requests exactly one writes it."""
+    repeated = request < 0
+    if place.slots.ids is not None:
+        slot, _exists = find_slot(place.slots, request, request >= 0)
+        start = request * 0
+        while start < request:
+            other = start + tl.arange(0, EARLIER)
+            others, exist = find_slot(place.slots, other, other < request)
+            repeated = repeated | (tl.max((exist & (others == slot)).to(tl.int32), 0) > 0)
+            start += EARLIER
+    return repeated == 0
+
+
+@triton.jit
+def elements_of(part, exists, cut):
+    """(offset in the head, whether it exists) of the elements of a part, [BLOCK_ROWS, BLOCK_COLS]; none of a head that
+    does not exist (said by a row number: the interpreter makes no mask of a broadcast bool)."""
+    row = (part * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
+    col = tl.arange(0, cut.BLOCK_COLS)[None, :]
+    return row * cut.COLS + col, (row < exists.to(tl.int32) * cut.ROWS) & (col < cut.COLS)
+
+
+@triton.jit
+def as_groups(tile, cut):
+    """[BLOCK_ROWS, BLOCK_COLS] -> [groups, GROUP_ROWS, groups, GROUP_COLS]"""
+    rows: tl.constexpr = cut.BLOCK_ROWS // cut.GROUP_ROWS
+    cols: tl.constexpr = cut.BLOCK_COLS // cut.GROUP_COLS
+    return tl.reshape(tile, [rows, cut.GROUP_ROWS, cols, cut.GROUP_COLS])
+
+
+@triton.jit
+def as_block(groups, cut):
+    """The inverse of `as_groups`."""
+    return tl.reshape(groups, [cut.BLOCK_ROWS, cut.BLOCK_COLS])

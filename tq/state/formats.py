@@ -1,0 +1,123 @@
+"""Formats of a rounded state: an element code with ModelOpt's scale arithmetic, and what shares a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tq.kernels.codes import E4M3, INT8, INT8_NARROW, Code, DeviceCode
+from tq.kernels.device import divide, exact_reciprocal
+from tq.kernels.target import Target
+
+
+class Granularity(NamedTuple):
+    """Key and value channels that share one scale; 0 is all of the head."""
+
+    keys: int
+    values: int
+
+
+# A tile is all keys of 64 value channels; a group is some value channels of one key channel.
+GRANULARITIES = {
+    "head": Granularity(0, 0),
+    "value_channel": Granularity(0, 1),
+    "key_channel": Granularity(1, 0),
+    "tile": Granularity(0, 64),
+    "group16": Granularity(1, 16),
+    "group32": Granularity(1, 32),
+    "group64": Granularity(1, 64),
+}
+
+
+class DeviceFormat(NamedTuple):
+    """A format as a kernel takes it; with None in it, states are left as they are."""
+
+    code: DeviceCode | None
+    scale: Any
+    restore: Any
+
+
+AS_IT_IS = DeviceFormat(None, None, None)
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """An element code with jit functions of tiles: scale(amax, MAX) -> what the state is multiplied by, and
+    restore(value of a code, scale, element) -> value of the state, with the sign of the element even if it is zero."""
+
+    name: str
+    code: Code
+    scale: Any
+    restore: Any
+
+    def device(self, target: Target) -> DeviceFormat:
+        return DeviceFormat(self.code.device(target), self.scale, self.restore)
+
+
+@triton.jit
+def invert(x):
+    """1 / x, IEEE."""
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def scale_by_reciprocal(amax, MAX: tl.constexpr):
+    """MAX * (1 / amax), the reciprocal rounded to fp32 first, as torch divides a number by a tensor."""
+    return invert(amax) * MAX
+
+
+@triton.jit
+def scale_by_division(amax, MAX: tl.constexpr):
+    """MAX / amax, IEEE."""
+    return tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax)
+
+
+@triton.jit
+def restore_by_reciprocal(value, scale, element):
+    """value * (1 / scale), the reciprocal rounded to fp32 first; for codes with a sign of their own."""
+    return value * invert(scale)
+
+
+@triton.jit
+def restore_by_division(value, scale, element):
+    """value / scale, IEEE. A quarter of it is divided, so that nothing overflows before the quotient does."""
+    scale = scale * 4.0
+    value = divide(value, scale, exact_reciprocal(scale)) * 4.0
+    sign = element.to(tl.uint32, bitcast=True) & 0x80000000
+    return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+# ModelOpt scales by 127 / amax in the narrow range and in the full one; there -128 is a code that no value reaches.
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("int8", INT8, scale_by_division, restore_by_division),
+        Format("int8_narrow", INT8_NARROW, scale_by_division, restore_by_division),
+        Format("fp8_e4m3", E4M3, scale_by_reciprocal, restore_by_reciprocal),
+    )
+}
+
+
+@triton.jit
+def fit(tile, format):
+    """(scale to encode with, scale to decode with) of [groups, rows of a group, groups, columns of a group], kept in
+    [groups, 1, groups, 1].
+
+    They are 0 and 1 where amax <= 2^-24, and 0 and NaN where an element is NaN or infinite.
+    """
+    # As integers, magnitudes are in order and every NaN is above infinity; a maximum of floats would skip NaN.
+    bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
+    usable = (amax > 5.9604644775390625e-08) & (amax < float("inf"))
+    scale = format.scale(tl.where(usable, amax, 1.0), format.code.MAX)
+    otherwise = tl.where(amax < 1.0, 1.0, float("nan"))
+    return tl.where(usable, scale, 0.0), tl.where(usable, scale, otherwise)
+
+
+@triton.jit
+def round_groups(tile, scale, back, format):
+    """decode(encode(tile * scale)) / back"""
+    return format.restore(format.code.decode(format.code.encode(tile * scale)), back, tile)

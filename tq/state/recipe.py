@@ -1,0 +1,172 @@
+"""ModelOpt's quantization recipes, read for what they say of recurrent states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml  # type: ignore[import-untyped]
+
+from tq.state.formats import GRANULARITIES
+
+OP = "state recipe"
+
+
+class StateOptions(NamedTuple):
+    """The code and granularity of `tq.state.qdq_`."""
+
+    code: str
+    granularity: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Rules in order: a pattern of quantizer names, and the options it sets, None for states left as they are."""
+
+    rules: tuple[tuple[str, StateOptions | None], ...]
+
+    def options(self, quantizer_name: str) -> StateOptions | None:
+        """Those of the last rule whose pattern (with *, ?, []) matches, as in ModelOpt; None where none does."""
+        found = None
+        for pattern, options in self.rules:
+            if fnmatchcase(quantizer_name, pattern):
+                found = options
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """The recipe in ModelOpt's form, which `parse_recipe` reads back."""
+        return {"quantize": {"quant_cfg": [write_rule(*rule) for rule in self.rules], "algorithm": None}}
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """The recipe in a YAML file. Raises ValueError naming what is not understood, OSError for no file."""
+    try:
+        return parse_recipe(yaml.safe_load(Path(path).read_text()))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{OP}: {path} must be YAML, got: {error}") from None
+
+
+def parse_recipe(document: Any) -> Recipe:
+    """quantize: {quant_cfg: [{quantizer_name, enable, cfg}, ...], algorithm: null} -> its rules.
+
+    cfg of a state: num_bits 8 or [4, 3] (or e4m3); type dynamic; axis [0, 1] (a scale a head) or block_sizes {-1: 16,
+    32 or 64} (that many value channels of a key channel, ModelOpt's states being keys by values); narrow_range;
+    unsigned false. Every other key or value is an error that names it, so that no recipe is followed by half.
+    """
+    top = fields("the document", document, ("quantize", "metadata"))
+    quantize = fields("quantize", top.get("quantize"), ("quant_cfg", "algorithm"))
+    expect("algorithm", quantize.get("algorithm"), (None,), "states are rounded by their own amax")
+    entries = quantize.get("quant_cfg")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{OP}: quant_cfg must be a list of rules, got {entries!r}")
+    return Recipe(tuple(parse_rule(entry) for entry in entries))
+
+
+# Attributes of a saved quantizer that could make it compute something else, with the value that does not; and those
+# that make no difference to a forward pass.
+_PLAIN = {
+    "_fake_quant": True, "_if_quant": True, "_if_calib": False, "_rotate": False, "_bias": None, "_learn_amax": False,
+    "_constant_amax": None, "_use_constant_amax": False, "_dequantize": False, "_effective_bits": None,
+    "_input_dtype": None, "backend": None,
+}  # fmt: skip
+_UNUSED = (
+    "_trt_high_precision_dtype", "_enable_pre_quant_scale", "_pass_through_bwd", "_amax_shape_for_export",
+    "backend_extra_args", "_pytorch_state_metadata",
+)  # fmt: skip
+_READ = ("_disabled", "_dynamic", "_num_bits", "_axis", "_block_sizes", "_narrow_range", "_unsigned")
+
+
+def parse_quantizer_state(saved: dict[str, dict[str, Any]]) -> Recipe:
+    """{quantizer name: attributes}, "quantizer_state" in the metadata of a ModelOpt state file -> a rule a state.
+
+    Quantizers of other things are left out. Raises ValueError naming an attribute that is not understood.
+    """
+    rules: list[tuple[str, StateOptions | None]] = []
+    for name, attributes in saved.items():
+        if not name.endswith("_state_quantizer"):
+            continue
+        given = fields(f"the state of {name}", attributes, (*_PLAIN, *_UNUSED, *_READ))
+        if given.get("_disabled", False):
+            rules.append((name, None))
+            continue
+        for key, plain in _PLAIN.items():
+            expect(f"{key} of {name}", given.get(key, plain), (plain,))
+        cfg = {key.removeprefix("_"): given[key] for key in _READ[2:] if given.get(key) is not None}
+        if "block_sizes" in cfg:
+            cfg.pop("axis", None)  # of the blocks, set by the first call
+        rules.append((name, parse_quantizer(name, {**cfg, "type": "dynamic" if given.get("_dynamic") else "static"})))
+    return Recipe(tuple(rules))
+
+
+def parse_rule(entry: Any) -> tuple[str, StateOptions | None]:
+    """(pattern, options) of one entry of quant_cfg."""
+    given = fields("an entry of quant_cfg", entry, ("quantizer_name", "enable", "cfg"))
+    name, enable = given.get("quantizer_name"), given.get("enable", True)
+    if not isinstance(name, str):
+        raise ValueError(f"{OP}: quantizer_name must be a pattern, got {name!r} in {entry!r}")
+    expect(f"enable of {name}", enable, (True, False))
+    if not enable:
+        return name, None
+    return name, parse_quantizer(name, given.get("cfg"))
+
+
+def parse_quantizer(name: str, cfg: Any) -> StateOptions:
+    """The options that a quantizer's attributes come to."""
+    keys = ("num_bits", "type", "axis", "block_sizes", "narrow_range", "unsigned")
+    given = fields(f"cfg of {name}", cfg, keys)
+    expect(f"type of {name}", given.get("type"), ("dynamic",), "a state has no amax that could be calibrated")
+    expect(f"unsigned of {name}", given.get("unsigned", False), (False,))
+    narrow = given.get("narrow_range", False)
+    expect(f"narrow_range of {name}", narrow, (True, False))
+    bits = given.get("num_bits")
+    if bits in ([4, 3], (4, 3), "e4m3"):
+        expect(f"narrow_range of {name}", narrow, (False,), "FP8 has no other range")
+        return StateOptions("fp8_e4m3", parse_granularity(name, given))
+    expect(f"num_bits of {name}", bits, (8,), "or [4, 3]")
+    return StateOptions("int8_narrow" if narrow else "int8", parse_granularity(name, given))
+
+
+def parse_granularity(name: str, given: dict[str, Any]) -> str:
+    axis, blocks = given.get("axis"), given.get("block_sizes")
+    if (axis is None) == (blocks is None):
+        raise ValueError(f"{OP}: {name} must have either axis or block_sizes, got axis={axis!r} and {blocks!r}")
+    if blocks is None:
+        expect(f"axis of {name}", list(axis) if isinstance(axis, tuple) else axis, ([0, 1],), "a scale a slot and head")
+        return "head"
+    size = fields(f"block_sizes of {name}", blocks, (-1,)).get(-1)
+    if f"group{size}" not in GRANULARITIES:
+        raise ValueError(f"{OP}: block_sizes of {name} must be {{-1: 16, 32 or 64}}, got {blocks!r}")
+    return f"group{size}"
+
+
+def write_rule(name: str, options: StateOptions | None) -> dict[str, Any]:
+    """An entry of quant_cfg that `parse_rule` reads as these options."""
+    if options is None:
+        return {"quantizer_name": name, "enable": False}
+    group = options.granularity.removeprefix("group")
+    shared: dict[str, Any] = {"axis": [0, 1]} if options.granularity == "head" else {"block_sizes": {-1: int(group)}}
+    if options.code == "fp8_e4m3":
+        return {"quantizer_name": name, "cfg": {"num_bits": [4, 3], "type": "dynamic", **shared}}
+    narrow = options.code == "int8_narrow"
+    return {"quantizer_name": name, "cfg": {"num_bits": 8, "type": "dynamic", "narrow_range": narrow, **shared}}
+
+
+def fields(what: str, value: Any, known: tuple) -> dict:
+    """`value`, a mapping of known keys; raises ValueError naming the first other one."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{OP}: {what} must be a mapping, got {value!r}")
+    for key in value:
+        if key not in known:
+            raise ValueError(
+                f"{OP}: {what} must have no {key!r}, only {', '.join(map(str, known))}; got {value[key]!r}"
+            )
+    return value
+
+
+def expect(what: str, value: Any, allowed: tuple, why: str = "") -> None:
+    """Raises ValueError unless `value` is one of `allowed`, of the same type (True is not 1)."""
+    if not any(type(value) is type(each) and value == each for each in allowed):
+        wanted = " or ".join(map(str, allowed))
+        raise ValueError(f"{OP}: {what} must be {wanted}{', ' + why if why else ''}; got {value!r}")
