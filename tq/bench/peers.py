@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tq.kernels.codes import E4M3FNUZ
 from tq.kernels.launch import run
 from tq.kernels.plan import Prepared, replaced
 from tq.kernels.rules import ScaleInputs
@@ -71,9 +72,6 @@ QUANTIZERS: dict[str, Callable[[Any, Job, torch.Tensor], Any]] = {
     "_C.dynamic_scaled_int8_quant": lambda c, job, y: c.dynamic_scaled_int8_quant(
         job.out, y, job.scales, job.zero_points
     ),
-    "_C.per_token_group_quant_int8": lambda c, job, y: c.per_token_group_quant_int8(
-        y, job.out, job.scales, job.group, 1e-10, -128.0, 127.0
-    ),
 }
 FUSED: dict[str, Callable[[Any, Job], Any]] = {
     "_C.rms_norm_static_fp8_quant": lambda c, job: (
@@ -97,7 +95,7 @@ FUSED: dict[str, Callable[[Any, Job], Any]] = {
 # Ops that write y, from which a quantizer goes on; a norm with a residual has x in y and works in place.
 UNFUSED: dict[str, Callable[[Any, Job, torch.Tensor], Any]] = {
     "_C.silu_and_mul": lambda c, job, y: c.silu_and_mul(y, job.x),
-    "_C.gelu_and_mul": lambda c, job, y: c.gelu_and_mul(y, job.x),
+    "_C.gelu_(tanh_)and_mul": lambda c, job, y: c.gelu_and_mul(y, job.x),
     "_C.(fused_add_)rms_norm": lambda c, job, y: (
         c.rms_norm(y, job.x, job.rest[0], job.rest[1])
         if job.residual is None
@@ -121,7 +119,7 @@ def run_both(c: Any, job: Job, y: torch.Tensor, first: Callable[..., Any], secon
 def vllm_peer(prepared: Prepared) -> Peer | None:
     """vLLM's CUDA op for this pair, or its two in turn; outputs allocated beforehand as in vLLM's graphs."""
     c, plan = vllm_library(), prepared.plan
-    if c is None or plan.device.type != "cuda":
+    if c is None or plan.device.type != "cuda" or (plan.scheme.code is E4M3FNUZ and torch.version.hip is None):
         return None
     op = replaced(plan.producer, plan.scheme).op
     first, _, quantizer = op.rpartition(" + ")

@@ -47,15 +47,17 @@ class Launch(NamedTuple):
     tiling: Tiling
 
 
-def needs_whole_row(producer: Producer, scheme: Scheme, mean_group: int = 0) -> bool:
-    """Whether one program must see a row entirely: something is reduced over it."""
-    return bool(producer.moments and not mean_group) or scheme.granularity == "token"
+def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
+    """Whether one program must see a row entirely: something is reduced over it. Also where means are over groups, so
+    that the check, whose programs see whole rows, adds them in the same order."""
+    return bool(producer.moments) or scheme.granularity == "token"
 
 
 def cut(plan: Plan, whole_row: bool) -> tuple[Tiling, int]:
     """The tiling of a call, and its warps."""
     least = max(plan.scheme.group, plan.mean_group)
-    config = tuning.choose(plan.rows, plan.data_width, least, whole_row, sums=bool(plan.producer.moments))
+    few = plan.producer.parts == 2 and not plan.producer.moments and plan.rows * plan.data_width <= tuning.FEW_ELEMENTS
+    config = tuning.choose(plan.rows, plan.data_width, least, whole_row, few)
     return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group), config.num_warps
 
 
@@ -147,7 +149,7 @@ def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, in
 
 def find_launch(plan: Plan) -> Launch:
     """The launch of a plan, by way of Triton's search for the compiled kernel."""
-    tiling, num_warps = cut(plan, needs_whole_row(plan.producer, plan.scheme, plan.mean_group))
+    tiling, num_warps = cut(plan, needs_whole_row(plan.producer, plan.scheme))
     padded_rows = plan.layout.padded_rows(plan.tokens) if plan.scheme.dynamic else plan.tokens
     blocks = -(-padded_rows // tiling.BLOCK_M.value) * max(plan.experts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)

@@ -196,11 +196,13 @@ FP8_GROUP128_UE8M0 = register_scheme(
     )
 )
 
-# No vLLM op of its own writes E5M2; those above write E4M3FNUZ where the GPU wants it.
-for kind, other in (("e5m2", E5M2), ("fnuz", E4M3FNUZ)):
-    register_scheme(replace(FP8_TENSOR, name=f"fp8_{kind}_tensor", code=other))
-    register_scheme(replace(FP8_TOKEN, name=f"fp8_{kind}_token", code=other, min_scale=1.0 / (other.max * 512.0)))
-    register_scheme(replace(FP8_GROUP128, name=f"fp8_{kind}_group128", code=other))
+# No vLLM op writes E5M2; those above write E4M3FNUZ where the GPU wants it.
+for kind, other, known in (("e5m2", E5M2, False), ("fnuz", E4M3FNUZ, True)):
+    for scheme, granularity in ((FP8_TENSOR, "tensor"), (FP8_TOKEN, "token"), (FP8_GROUP128, "group128")):
+        least = 1.0 / (other.max * 512.0) if scheme is FP8_TOKEN else scheme.min_scale
+        quantizer = scheme.quantizer if known else "none"
+        name = f"fp8_{kind}_{granularity}"
+        register_scheme(replace(scheme, name=name, code=other, min_scale=least, quantizer=quantizer))
 
 INT8_TENSOR = register_scheme(
     Scheme("int8_tensor", INT8, "tensor", STATIC_DIVIDING, quantizer="_C.static_scaled_int8_quant")
@@ -210,13 +212,14 @@ INT8_TOKEN = register_scheme(
     Scheme("int8_token", INT8, "token", AMAX_INVERTING, quantizer="_C.dynamic_scaled_int8_quant")
 )
 INT8_TOKEN_AZP = register_scheme(replace(INT8_TOKEN, name="int8_token_azp", rule=RANGE))
+# vLLM's per_token_group_quant_int8 has these scales, and cuts off where this rounds.
 INT8_GROUP128 = register_scheme(
     replace(
         FP8_GROUP128,
         name="int8_group128",
         code=INT8,
         min_scale=VLLM_INT8_GROUP_MIN_SCALE,
-        quantizer="_C.per_token_group_quant_int8",
+        quantizer="none",
     )
 )
 

@@ -45,25 +45,25 @@ def forced() -> RowConfig | None:
     return _forced
 
 
-def choose(rows: int, hidden_size: int, group: int, whole_row: bool, sums: bool) -> RowConfig:
-    """The configuration of a call. `whole_row`: a program must see its rows entirely. `sums`: it adds along them."""
+def choose(rows: int, hidden_size: int, group: int, whole_row: bool, few: bool) -> RowConfig:
+    """The configuration of a call. `whole_row`: a program must see its rows entirely."""
     if _forced is not None:
         return _forced
     if INTERPRETED.value:
         block_n = max(triton.next_power_of_2(hidden_size), group)
         block_m = min(triton.next_power_of_2(max(rows, 1)), max(INTERPRETED_ELEMENTS // block_n, 1))
         return RowConfig(block_m, block_n, 1, 4)
-    # A sum depends on the order of its terms, and a token's bits must not depend on its batch.
-    return heuristic(hidden_size, group, whole_row, not sums and rows * hidden_size <= FEW_ELEMENTS)
+    return heuristic(hidden_size, group, whole_row, few)
 
 
 @lru_cache
 def heuristic(hidden_size: int, group: int, whole_row: bool, few: bool) -> RowConfig:
     """A configuration from the row, and from whether there are `few` of them.
 
-    A thread takes 8 consecutive elements of a tile, a 16-byte load of 16-bit inputs, so that loads and stores agree on
-    one register layout; 4 where few rows leave most of the GPU idle. Found on an H200; see perf/notes.md.
-    """
+    `few` is never set where sums are made: a sum depends on the order of its terms, and a token's bits must not depend
+    on its batch. A thread takes 8 consecutive elements of a tile, a 16-byte load of 16-bit inputs, so that loads and
+    stores agree on one register layout; 4 where few rows leave most of the GPU idle and two are read for each written.
+    Found on an H200; see perf/notes.md."""
     if not whole_row:
         # Nothing is reduced over the row: 1024 elements a program, of one row or of several short ones.
         elements = 512 if few else 1024
@@ -76,7 +76,7 @@ def heuristic(hidden_size: int, group: int, whole_row: bool, few: bool) -> RowCo
     tiles = -(-hidden_size // block_n)
     if num_warps == 1:
         return RowConfig(2, block_n, tiles, 2)
-    return RowConfig(1, block_n, tiles, 2 * num_warps if few and num_warps < 16 else num_warps)
+    return RowConfig(1, block_n, tiles, 2 * num_warps if few and num_warps <= 2 else num_warps)
 
 
 def widest_fit(hidden_size: int, most: int) -> int:

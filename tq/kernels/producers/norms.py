@@ -161,7 +161,7 @@ def check_norm(
 
 
 def reference_norm(
-    moments: tuple,
+    centered: bool,
     weight_offset: float,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -173,7 +173,7 @@ def reference_norm(
     round_residual: bool,
     precision: torch.dtype = torch.float32,
 ) -> Reference:
-    """The torch form of a norm."""
+    """The torch form of a norm; `centered`: of z less its mean."""
     z = x.reshape(-1, x.shape[-1]).to(precision)
     side_outputs: tuple[torch.Tensor, ...] = ()
     if residual is not None:
@@ -181,7 +181,7 @@ def reference_norm(
         side_outputs = (z.to(residual.dtype).view(x.shape),)
         if round_residual:
             z = round_through(z, residual.dtype)
-    if moments is CENTERED:
+    if centered:
         z = z - z.mean(-1, keepdim=True)
     y = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
     if rounding == "before_and_after_weight":
