@@ -69,7 +69,7 @@ def attribute(owner: Any, name: str) -> Any:
     return getattr(owner, name) if hasattr(type(owner), name) else None
 
 
-def _kernel(linear: Any) -> Any:
+def kernel_of(linear: Any) -> Any:
     """The object that runs the layer's matrix product, or `None`."""
     for holder_name in _KERNEL_HOLDERS:
         holder = attribute(linear, holder_name)
@@ -85,13 +85,14 @@ def _parameter_name(linear: Any, field: str) -> str:
     """Name that a field of `InputQuantScales` has on `linear`."""
     if field == "global_scale_inv":
         return "input_global_scale_inv"
-    names: Any = getattr(_kernel(linear), "layer_param_names", ())
-    # (weight, weight scale, input scale, bound) are those of the FP8 kernels; others have other lists.
-    if len(names) == 4:
-        return names[2] if field == "static_scale" else names[3]
-    return "input_scale" if field == "static_scale" else "input_scale_ub"
+    names: Any = getattr(kernel_of(linear), "layer_param_names", ())
+    # FP8: (weight, weight scale, input scale, bound). INT8: (weight, weight scale, input scale, zero point, its term).
+    if field == "static_scale":
+        return names[2] if len(names) in (4, 5) else "input_scale"
+    return names[3] if len(names) == 4 else "input_scale_ub"
 
 
 def implementation(linear: Any) -> str:
     """Name of the class behind `linear`: its kernel's, else its quantization method's, else its own."""
-    return type(_kernel(linear) or getattr(linear, "quant_method", None) or linear).__name__
+    kind = type(kernel_of(linear) or getattr(linear, "quant_method", None) or linear)
+    return getattr(kind, "tq_base", kind).__name__

@@ -1,18 +1,21 @@
-"""Everything that depends on vLLM's internals. Imports vLLM only when called; supports the minors in `SUPPORTED`."""
+"""Everything that depends on vLLM's internals. Imports vLLM only when called; supports the releases in `SUPPORTED`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 
-from tq.contract import scales
+from tq.contract import consumers, scales
+from tq.contract.consumers import Reads
 from tq.contract.route import NormRounding, state
 
-SUPPORTED = ("0.32", "0.33")
+# Those whose sources were read and tested against: 0.33.0, and 0.32.0 as the CPU build.
+SUPPORTED = ("0.32.0", "0.33.0")
 
 # Below the "vllm" logger, so that the line appears where vLLM's own do.
 logger = logging.getLogger("vllm.tq")
@@ -24,8 +27,8 @@ def unsupported_version() -> str | None:
         from vllm.version import __version__ as version
     except ImportError:
         return "vLLM is not installed"
-    minor = ".".join(version.split(".")[:2])
-    return None if minor in SUPPORTED else f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED)})"
+    release = version.split("+")[0]  # what follows says how it was built
+    return None if release in SUPPORTED else f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED)})"
 
 
 # vLLM runs RMSNorm through an operator with several implementations: its CUDA kernel in eager mode, the torch formula
@@ -68,25 +71,35 @@ def _norm_implementation(has_residual: bool) -> str:
 
 
 class VllmAdapter:
-    """`tq.contract.route.Adapter` for vLLM 0.32 and 0.33."""
+    """`tq.contract.route.Adapter` for the supported releases of vLLM."""
 
     def __init__(self) -> None:
         global _norm_ops
         from vllm import envs, ir
         from vllm.model_executor.layers.activation import SiluAndMul
         from vllm.model_executor.layers.fusion import quant_activation
-        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
         from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        from tq.contract.kernels import CONSUMERS
+
+        @dataclass
+        class Activation(quant_activation.QuantizedActivation):
+            """vLLM's activation, which says what it is."""
+
+            reads: Reads
 
         _norm_ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
         self._silu_mul = SiluAndMul
-        self._rms_norm = RMSNorm
-        self._activation = quant_activation.QuantizedActivation
+        self._producers = {RMSNorm: "rms_norm", GemmaRMSNorm: "gemma_rms_norm", SiluAndMul: "silu_mul"}
+        self._activation = Activation
+        self._consumers = CONSUMERS
         self.get_input_quant_key = quant_activation.get_input_quant_key
         scales.own_accessor = getattr(quant_activation, "get_input_quant_scales", None)
-        # The same keys carry fnuz codes on some AMD GPUs, whose maximum is 240.
-        self.schemes = {
-            key: scheme
+        # What a kernel of vLLM reads that names its key itself. Where the same keys carry fnuz codes, on some AMD GPUs,
+        # their maximum is 240.
+        self.native = {
+            key: Reads(key, scheme, "row_major")
             for key, scheme in (
                 (quant_utils.kFp8StaticTensorSym, "fp8_tensor"),
                 (quant_utils.kFp8DynamicTokenSym, "fp8_token"),
@@ -99,6 +112,16 @@ class VllmAdapter:
         self._inductor: Rounding | None = None
         self._act_is_native = False
 
+    def reads(self, linear: Any, key: Any) -> Reads | None:
+        found = getattr(scales.kernel_of(linear), "tq_reads", None)
+        return found if found is not None and found.key == key else self.native.get(key)
+
+    def accept(self, linear: Any) -> str | None:
+        return consumers.accept(linear, self._consumers)
+
+    def withdraw(self, linear: Any) -> None:
+        consumers.withdraw(linear)
+
     def follow_compilation(self) -> None:
         """Take the rounding of compiled code from the configuration of the model being loaded."""
         from vllm.config import get_current_vllm_config_or_none
@@ -109,12 +132,10 @@ class VllmAdapter:
         self._inductor = INDUCTOR_ROUNDING.get(current_platform.device_type) if inductor else None
         self._act_is_native = inductor and (current_platform.is_cpu() or not self._silu_mul.enabled())
 
-    def is_rms_norm(self, module: Any) -> bool:
+    def producer_of(self, module: Any) -> str | None:
         # The exact class: subclasses and out-of-tree replacements may compute something else.
-        return getattr(type(module), "tq_base", type(module)) is self._rms_norm
-
-    def is_silu_mul(self, module: Any) -> bool:
-        return getattr(type(module), "tq_base", type(module)) is self._silu_mul
+        kind = type(module)
+        return self._producers.get(getattr(kind, "tq_base", kind))
 
     def norm_rounding(self, has_residual: bool) -> NormRounding | None:
         implementation = _norm_implementation(has_residual)
@@ -127,9 +148,9 @@ class VllmAdapter:
             return self._inductor.act
         return _ACT_ROUNDING
 
-    def wrap(self, activation: Any, key: Any) -> Any:
+    def wrap(self, activation: Any, reads: Reads) -> Any:
         data = activation.data
-        return self._activation(data, activation.scale, activation.orig_dtype, data.shape, key)
+        return self._activation(data, activation.scale, activation.orig_dtype, data.shape, reads.key, reads)
 
 
 def load_adapter() -> None:
@@ -144,13 +165,16 @@ def load_adapter() -> None:
 
 def _add_rows(adapter: VllmAdapter) -> None:
     from vllm.model_executor.layers.fusion import fused_act_quant
+    from vllm.platforms import current_platform
 
     from tq.contract.pairing import act_row, act_row_supports
 
-    for key in adapter.schemes:
+    rows, supports = fused_act_quant._FUSED_ACT_QUANT, fused_act_quant._FUSED_ACT_QUANT_SUPPORT
+    for key in adapter.native:
         row = (adapter._silu_mul, key)
-        fused_act_quant._FUSED_ACT_QUANT[row] = act_row
-        fused_act_quant._FUSED_ACT_QUANT_SUPPORT[row] = act_row_supports
+        # CPU builds have rows without the operators behind them.
+        own = None if current_platform.is_cpu() else rows.get(row)
+        rows[row], supports[row] = act_row(own), act_row_supports(own, supports.get(row))
 
 
 def norms_stand_aside() -> str | None:
