@@ -98,7 +98,10 @@ def check_activation(op: str, activation: Any, reads: Reads) -> None:
     """
     key = getattr(activation, "quant_key", None)
     if key != reads.key:
-        raise TypeError(f"{op}: input must be a tensor or an activation of {reads.key}, got {key or type(activation)}")
+        came = key or type(activation).__name__
+        raise TypeError(
+            f"{op}: input must be a tensor or an activation of {reads.key}, got {came}; quantize it for this layer"
+        )
     scheme = SCHEMES[reads.scheme]
     made = getattr(activation, "reads", None)
     if made is None:

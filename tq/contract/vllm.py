@@ -14,8 +14,8 @@ from tq.contract import consumers, scales
 from tq.contract.consumers import Reads
 from tq.contract.route import NormRounding, state
 
-# Those whose sources were read and tested against: 0.33.0, and 0.32.0 as the CPU build.
-SUPPORTED = ("0.32.0", "0.33.0")
+# Those whose sources were read and tested against: release -> whether only its CPU build.
+SUPPORTED = {"0.33.0": False, "0.32.0": True}
 
 # Below the "vllm" logger, so that the line appears where vLLM's own do.
 logger = logging.getLogger("vllm.tq")
@@ -27,8 +27,16 @@ def unsupported_version() -> str | None:
         from vllm.version import __version__ as version
     except ImportError:
         return "vLLM is not installed"
-    release = version.split("+")[0]  # what follows says how it was built
-    return None if release in SUPPORTED else f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED)})"
+    only_cpu = SUPPORTED.get(version.split("+")[0])  # what follows says how it was built
+    if only_cpu is None:
+        return f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED)})"
+    return f"vLLM {version} is supported as its CPU build alone" if only_cpu and not _on_cpu() else None
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
 
 
 # vLLM runs RMSNorm through an operator with several implementations: its CUDA kernel in eager mode, the torch formula
@@ -165,7 +173,6 @@ def load_adapter() -> None:
 
 def _add_rows(adapter: VllmAdapter) -> None:
     from vllm.model_executor.layers.fusion import fused_act_quant
-    from vllm.platforms import current_platform
 
     from tq.contract.pairing import act_row, act_row_supports
 
@@ -173,7 +180,7 @@ def _add_rows(adapter: VllmAdapter) -> None:
     for key in adapter.native:
         row = (adapter._silu_mul, key)
         # CPU builds have rows without the operators behind them.
-        own = None if current_platform.is_cpu() else rows.get(row)
+        own = None if _on_cpu() else rows.get(row)
         rows[row], supports[row] = act_row(own), act_row_supports(own, supports.get(row))
 
 
@@ -239,9 +246,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 def supply_missing_quantizer() -> None:
     """Serve `scaled_fp8_quant` from tq on CPU builds, where the operator behind it is only a placeholder."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not _on_cpu():
         return
     from vllm import _custom_ops
 
