@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +14,7 @@ if not torch.cuda.is_available():
 from tq import contract
 from tq.contract import pairing, vllm
 from tq.contract.route import NormRounding, state
+from tq.contract.sites import Forward
 
 pytestmark = pytest.mark.vllm
 if vllm.unsupported_version() is not None:
@@ -65,28 +61,6 @@ def signs(m=3, n=HIDDEN):
     return (torch.randint(0, 2, (m, n), generator=generator) * 4.0 - 2.0).to(torch.bfloat16).to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "known"),
-    [
-        ("llama", "LlamaDecoderLayer", pairing.KNOWN_DECODERS),
-        ("llama", "LlamaAttention", pairing.KNOWN_ATTENTIONS),
-        ("llama", "LlamaMLP", pairing.MLPS_CALLING_TABLE),
-        ("mistral", "MistralDecoderLayer", pairing.KNOWN_DECODERS),
-        ("mistral", "MistralAttention", pairing.KNOWN_ATTENTIONS),
-        ("mistral", "MistralMLP", pairing.MLPS_CALLING_ACT),
-        ("qwen2", "Qwen2DecoderLayer", pairing.KNOWN_DECODERS),
-        ("qwen2", "Qwen2Attention", pairing.KNOWN_ATTENTIONS),
-        ("qwen2", "Qwen2MLP", pairing.MLPS_CALLING_ACT),
-        ("qwen3", "Qwen3DecoderLayer", pairing.KNOWN_DECODERS),
-        ("qwen3", "Qwen3Attention", pairing.KNOWN_ATTENTIONS),
-        ("qwen3", "Qwen3MLP", pairing.MLPS_CALLING_ACT),
-    ],
-)
-def test_forward_is_the_one_that_was_read(module, name, known):
-    layers = pytest.importorskip(f"vllm.model_executor.models.{module}")
-    assert pairing.forward_hash(getattr(layers, name)) in known
-
-
 def test_schemes_of_vllms_keys(adapter):
     from vllm.model_executor.layers.quantization.utils import quant_utils as q
 
@@ -102,7 +76,7 @@ def test_schemes_of_vllms_keys(adapter):
     }
     assert list(found.values()) == ["fp8_tensor", "fp8_token", "fp8_group128", None, None]
     equal = q.QuantKey(q.FP8_DTYPE, q.kStaticTensorScale, symmetric=True)
-    assert equal is not q.kFp8StaticTensorSym and adapter.schemes[equal] == "fp8_tensor"
+    assert equal is not q.kFp8StaticTensorSym and adapter.native[equal].scheme == "fp8_tensor"
 
 
 def test_norm_gives_vllm_an_activation_it_accepts(norm, adapter):
@@ -226,8 +200,7 @@ def test_paired_norm_compiles_without_a_break(norm, adapter, monkeypatch):
     graphs = []
     layer = torch.nn.Module()
     layer.norm, layer.linear = norm, consumer()
-    site = pairing.Site(pairing.RMS_NORM, "norm", ("linear",), frozenset({pairing.forward_hash(layer)}))
-    monkeypatch.setattr(pairing, "SITES", (site,))
+    monkeypatch.setattr(pairing, "BY_SHA", {pairing.forward_hash(layer): Forward("", "", feeds={"norm": "linear"})})
     monkeypatch.setattr(adapter, "_inductor", None)  # where compiled code rounds is another test's
     assert pairing.pair_model(layer)[0].reason is None
 
@@ -263,59 +236,3 @@ def test_quantizer_for_builds_without_one(shape):
     assert torch.equal(rows, x.abs().amax(-1, keepdim=True).float() / 448)
     with pytest.raises(NotImplementedError, match="scaled_fp8_quant: scale"):
         scaled_fp8_quant(x, torch.ones(2))
-
-
-ENGINE = Path(__file__).with_name("contract_engine.py")
-cpu_build = pytest.mark.skipif(torch.cuda.is_available(), reason="the script is for a CPU build of vLLM")
-
-
-def run_engine(tmp_path, *arguments, **environment):
-    done = subprocess.run(
-        [sys.executable, str(ENGINE), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_CACHE_ROOT": str(tmp_path), **environment},
-        timeout=550,
-        check=False,
-    )
-    found = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
-    assert found is not None, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(found.group(1)), done.stdout + done.stderr
-
-
-NAMES = [
-    [f"model.layers.{i}.{producer}", f"model.layers.{i}.{linear}", "fp8_tensor", None]
-    for i in (0, 1)
-    for producer, linear in (
-        ("input_layernorm", "self_attn.qkv_proj"),
-        ("post_attention_layernorm", "mlp.gate_up_proj"),
-        ("mlp.act_fn", "mlp.down_proj"),
-    )
-]
-
-
-@cpu_build
-@pytest.mark.parametrize("family", [(), ("--qwen3",)], ids=["llama", "qwen3"])
-def test_engine_runs_every_boundary_fused(tmp_path, family):
-    result, log = run_engine(tmp_path, *family)
-    assert result["boundaries"] == NAMES
-    assert log.count("boundaries fused (rms_norm 4, silu_mul 2)") == 1
-    # Three forwards: the prompts together, then two steps of one token each.
-    assert result["calls"] == len(result["watched"]) == 3 * 6
-    for call in result["watched"]:
-        assert call["worst_step"] <= 1 and call["differing"] < 0.005 and call["residual"], call
-        if call["producer"] == "rms_norm":
-            assert call["options"]["rounding"] == "before_and_after_weight"
-    assert result["fingerprint"] == result["expected_fingerprint"]
-
-
-@cpu_build
-def test_engine_compiled_rounds_as_the_table_of_inductor_says(tmp_path):
-    inductor = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    result, _ = run_engine(tmp_path, "--compile", "--inductor-rounding", "none", **inductor)
-    assert result["boundaries"] == NAMES and result["watched"] == []
-    assert [len(tokens) for tokens in result["tokens"]] == [3, 3]
-    code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
-    calls = re.findall(r"torch\.ops\.tq\.(\w+)\.default\((.*)\)", code)
-    assert {producer for producer, _ in calls} == {"rms_norm", "silu_mul"}
-    assert all("rounding='none'" in arguments for _, arguments in calls)

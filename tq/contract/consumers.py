@@ -105,9 +105,11 @@ def check_activation(op: str, activation: Any, reads: Reads) -> None:
     scheme = SCHEMES[reads.scheme]
     made = getattr(activation, "reads", None)
     if made is None:
+        if not scheme.dynamic:
+            return  # one scale lies in one way
         groups = scheme.groups(activation.data.shape[-1])
         fitting = [layout.name for layout in scheme.layouts if fits(layout, activation.scale, groups)]
-        if not scheme.dynamic or reads.layout in fitting:
+        if reads.layout in fitting:
             return
         other = fitting[0] if fitting else f"{activation.scale.dtype} {tuple(activation.scale.stride())}"
         made = Reads(key, reads.scheme, other)
