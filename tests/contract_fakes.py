@@ -244,3 +244,12 @@ def e4m3(y, scale):
 
 def bits(x):
     return x.view(torch.uint8)
+
+
+def int8_schemes():
+    """Schemes of INT8, for as long as the package has none of its own of these names."""
+    from tq.kernels.codes import INT8
+    from tq.kernels.schemes import AMAX_DIVIDING, SCHEMES, STATIC, Scheme
+
+    made = Scheme("int8_token", INT8, "token", AMAX_DIVIDING), Scheme("int8_tensor", INT8, "tensor", STATIC)
+    return [scheme for scheme in made if scheme.name not in SCHEMES]

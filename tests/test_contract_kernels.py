@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from contract_fakes import int8_schemes
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -179,16 +180,6 @@ def int8_kernel(kind, static=False, symmetric=True):
     )
 
 
-def int8_schemes():
-    from tq.kernels.codes import INT8
-    from tq.kernels.schemes import AMAX_DIVIDING, STATIC, Scheme
-
-    return {
-        "int8_token": Scheme("int8_token", INT8, "token", AMAX_DIVIDING),
-        "int8_tensor": Scheme("int8_tensor", INT8, "tensor", STATIC),
-    }
-
-
 INT8 = [kind for kind in kernels.CONSUMERS if "Int8" in kind.__name__]
 
 
@@ -234,7 +225,7 @@ def test_int8_kernel_computes_from_what_it_would_have_made(kind, static, monkeyp
     layer.dnnl = kernel.dnnl_handler = SimpleNamespace(n=N, weight=layer.weight)
     kernel.linear_method = getattr(kernel, "_apply_weights_onednn", None)
     expected = kernel.apply_weights(layer, x, bias)
-    monkeypatch.setattr(consumers, "SCHEMES", {**int8_schemes(), **tq.SCHEMES})
+    monkeypatch.setattr(consumers, "SCHEMES", {**tq.SCHEMES, **{scheme.name: scheme for scheme in int8_schemes()}})
     assert consumers.accept(layer, kernels.CONSUMERS) is None
     activation = QuantizedActivation(codes, scale, x.dtype, x.shape, kernel.tq_reads.key)
     assert torch.equal(kernel.apply_weights(layer, activation, bias), expected)
