@@ -48,7 +48,7 @@ class Adapter:
         }
         self.consumers = {}
         self.refuses_all = None
-        self.rounding = route.NormRounding("before_and_after_weight", False)
+        self.norm_rounding = route.NormRounding("before_and_after_weight", False)
 
     def get_input_quant_key(self, linear):
         if getattr(linear, "requires_unquantized_input", False):
@@ -68,11 +68,10 @@ class Adapter:
     def producer_of(self, module):
         return {Norm: "rms_norm", Act: "silu_mul"}.get(getattr(type(module), "tq_base", type(module)))
 
-    def norm_rounding(self, has_residual):
-        return self.rounding
-
-    def act_rounding(self):
-        return "activation_and_product"
+    def rounding(self, producer, module, has_residual):
+        if producer == "silu_mul":
+            return {"rounding": "activation_and_product"}
+        return None if self.norm_rounding is None else self.norm_rounding.options(has_residual)
 
     def wrap(self, activation, reads):
         data = activation.data

@@ -232,6 +232,41 @@ def test_int8_kernel_computes_from_what_it_would_have_made(kind, static, monkeyp
     assert torch.equal(kernel.apply_weights(layer, x, bias), expected)
 
 
+@pytest.mark.parametrize("padding", [0, 16])
+def test_nvfp4_kernel_computes_from_what_it_would_have_made(padding, monkeypatch):
+    """Codes and scales made by hand; the product says what it was given."""
+    from vllm.model_executor.kernels.linear import CutlassNvFp4LinearKernel
+    from vllm.model_executor.kernels.linear.nvfp4 import cutlass as module
+
+    kernel, given = CutlassNvFp4LinearKernel.__new__(CutlassNvFp4LinearKernel), []
+    codes = torch.randint(0, 256, (5, K // 2), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
+    scales = torch.ones(128, 16).to(torch.float8_e4m3fn)
+
+    def quantize(x, inverse, *, is_sf_swizzled_layout, backend, padded_n):
+        assert is_sf_swizzled_layout and inverse is layer.input_global_scale_inv
+        return torch.nn.functional.pad(codes, (0, (padded_n - K) // 2)), scales
+
+    def product(a, b, scale_a, scale_b, alpha, dtype):
+        given.append((a, b, scale_a, scale_b, alpha))
+        return (a.float().sum(-1, keepdim=True) + torch.arange(N + 32)).to(dtype)
+
+    monkeypatch.setattr(module, "scaled_fp4_quant", quantize)
+    monkeypatch.setattr(module, "cutlass_scaled_fp4_mm", product)
+    monkeypatch.setattr(kernels.ops, "cutlass_scaled_fp4_mm", product)
+    layer = layer_of(kernel, weight=torch.zeros(N + 32, K // 2 + padding, dtype=torch.uint8), alpha=torch.tensor(0.5))
+    layer.output_size_per_partition, layer.input_size_per_partition = N, K
+    layer.weight_scale, layer.input_global_scale_inv = torch.ones(1), torch.tensor(0.25)
+    x, bias = torch.ones(1, 5, K).bfloat16(), torch.arange(N).bfloat16()
+    expected = kernel.apply_weights(layer, x.view(5, K), bias)
+    activation = QuantizedActivation(codes, scales, x.dtype, x.shape, keys.kNvfp4Dynamic)
+    got = kernels.apply_cutlass_nvfp4(kernel, layer, activation, bias)
+    assert got.shape == (1, 5, N) and torch.equal(got.view(5, N), expected)
+    assert all(
+        torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)) for mine, theirs in zip(*given, strict=True)
+    )
+    assert kernels.reads_nvfp4(kernel) == Reads(keys.kNvfp4Dynamic, "nvfp4", "swizzled_128x4")
+
+
 def test_the_amx_product_of_a_cpu_quantizes_for_itself():
     kind = next(kind for kind in INT8 if kind.__name__.startswith("CPU"))
     kernel = int8_kernel(kind)

@@ -52,7 +52,7 @@ def test_norm_with_dynamic_scales(adapter, key, groups):
 
 @pytest.mark.parametrize("policy", [("after_weight", True), ("before_and_after_weight", False)])
 def test_rounding_is_that_of_the_engine(adapter, policy):
-    adapter.rounding = route.NormRounding(*policy)
+    adapter.norm_rounding = route.NormRounding(*policy)
     seen = []
     with contract.observe(lambda *call: seen.append(call)):
         contract.rms_norm_input_quant(Norm(), signs(), signs(seed=2), Linear(Key("static"), 0.25))
@@ -73,7 +73,7 @@ def test_residual_is_not_written_in_place(adapter):
 
 
 def test_residual_is_written_where_the_plain_norm_writes_it(adapter):
-    adapter.rounding = route.NormRounding("after_weight", True, in_place=True)
+    adapter.norm_rounding = route.NormRounding("after_weight", True, in_place=True)
     x, linear = signs(), Linear(Key("static"), 0.25)
     residual, watched, traced = signs(seed=2), signs(seed=2), signs(seed=2)
     wanted = x + residual
@@ -140,7 +140,7 @@ def test_nothing_is_fused_when_the_engine_refuses_all(adapter):
 
 
 def test_unknown_norm_implementation_is_not_guessed(adapter):
-    adapter.rounding = None
+    adapter.norm_rounding = None
     assert isinstance(contract.rms_norm_input_quant(Norm(), signs(), None, Linear(Key("static"), 0.25)), torch.Tensor)
 
 

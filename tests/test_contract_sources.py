@@ -89,6 +89,7 @@ READ = {
         "d550a24075adfcfd",
         "0fda75fb9170f8a6",
     },
+    ("nvfp4/cutlass.py", "CutlassNvFp4LinearKernel", "apply_weights"): {"e401021d1bede201"},
     ("scaled_mm/cpu.py", "CPUInt8ScaledMMLinearKernel", "_apply_weights_onednn"): {"817be2ae1e9ce914"},
 }
 

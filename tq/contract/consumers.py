@@ -37,6 +37,11 @@ class Consumer:
     apply: Callable[[Any, Any, Any, torch.Tensor | None], torch.Tensor] | None = None
 
 
+def has_scheme(scheme: str, layout: str) -> bool:
+    """Whether tq has a scheme of this name with scales in this layout."""
+    return scheme in SCHEMES and layout in (known.name for known in SCHEMES[scheme].layouts)
+
+
 def accept(linear: Any, consumers: dict[type, Consumer]) -> str | None:
     """Let the kernel of `linear` take a quantized input and name its key on the layer; returns why not, or `None`.
 
@@ -55,7 +60,7 @@ def accept(linear: Any, consumers: dict[type, Consumer]) -> str | None:
         reads = consumer.reads(kernel)
         if isinstance(reads, str):
             return reads
-        if reads.scheme not in SCHEMES or reads.layout not in (known.name for known in SCHEMES[reads.scheme].layouts):
+        if not has_scheme(reads.scheme, reads.layout):
             return f"no scheme {reads}"
         kernel.tq_reads = reads
         kernel.__class__ = _accepting(type(kernel), consumer.apply)  # type: ignore[arg-type]
@@ -107,7 +112,7 @@ def check_activation(op: str, activation: Any, reads: Reads) -> None:
     if made is None:
         if not scheme.dynamic:
             return  # one scale lies in one way
-        groups = scheme.groups(activation.data.shape[-1])
+        groups = scheme.groups(activation.orig_shape[-1])
         fitting = [layout.name for layout in scheme.layouts if fits(layout, activation.scale, groups)]
         if reads.layout in fitting:
             return

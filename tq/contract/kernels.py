@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.model_executor.layers.quantization.utils import nvfp4_utils, quant_utils
 from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT
 
 from tq.contract.consumers import NOT_LISTED, Consumer, Reads
@@ -55,6 +55,11 @@ def reads_int8_on_cpu(kernel: Any) -> Reads | str:
     return reads_int8(kernel)
 
 
+def reads_nvfp4(kernel: Any) -> Reads:
+    """E2M1 with an E4M3 scale for 16 elements, stored in tiles of 128 x 4."""
+    return Reads(quant_utils.kNvfp4Dynamic, "nvfp4", "swizzled_128x4")
+
+
 def apply_block(kernel: Any, layer: Any, activation: Any, bias: torch.Tensor | None) -> torch.Tensor:
     """`Fp8BlockScaledMMLinearKernel.apply_weights` after its quantization."""
     params = kernel._get_layer_params(layer)
@@ -94,6 +99,19 @@ def apply_onednn_int8(kernel: Any, layer: Any, activation: Any, bias: torch.Tens
     return output.view(*activation.orig_shape[:-1], -1)
 
 
+def apply_cutlass_nvfp4(kernel: Any, layer: Any, activation: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    # The tiles of the scales cover what is padded here.
+    padding = nvfp4_utils.nvfp4_weight_padding_bytes(layer)
+    rows = nvfp4_utils.pad_nvfp4_activation_for_cutlass(_rows(activation.data), padding)
+    output = ops.cutlass_scaled_fp4_mm(
+        rows, layer.weight, activation.scale, layer.weight_scale, layer.alpha, activation.orig_dtype
+    )
+    output = nvfp4_utils.slice_nvfp4_output(output, layer.output_size_per_partition)
+    if bias is not None:
+        output = output + bias
+    return output.view(*activation.orig_shape[:-1], layer.output_size_per_partition)
+
+
 def _rows(data: torch.Tensor) -> torch.Tensor:
     return data.view(-1, data.shape[-1])
 
@@ -108,4 +126,5 @@ CONSUMERS: dict[type, Consumer] = {
     linear.CutlassInt8ScaledMMLinearKernel: Consumer(reads_int8, apply_cutlass_int8),
     linear.TritonInt8ScaledMMLinearKernel: Consumer(reads_int8, apply_triton_int8),
     linear.CPUInt8ScaledMMLinearKernel: Consumer(reads_int8_on_cpu, apply_onednn_int8),
+    linear.CutlassNvFp4LinearKernel: Consumer(reads_nvfp4, apply_cutlass_nvfp4),
 }

@@ -23,12 +23,32 @@ _RUNS_ON_CPU = any(
 )
 
 
+class ScaleOption(NamedTuple):
+    """An option of tq's producers, the field of `InputQuantScales` it takes, and whether it must be there."""
+
+    option: str
+    field: str
+    required: bool
+
+
+STATIC_SCALE = ScaleOption("scale", "static_scale", True)
+UPPER_BOUND = ScaleOption("scale_ub", "scale_ub", False)
+# NVFP4 multiplies by the inverse of the second-level scale; its other scales are computed.
+GLOBAL_SCALE_INV = ScaleOption("global_scale_inv", "global_scale_inv", True)
+SCALE_OPTIONS = {"nvfp4": GLOBAL_SCALE_INV}
+
+
 class NormRounding(NamedTuple):
     """Rounding policy of `tq.rms_norm`, see there. in_place: the plain norm writes the sum over the residual."""
 
     rounding: str
     round_residual: bool
     in_place: bool = False
+
+    def options(self, has_residual: bool) -> dict[str, Any]:
+        """Options of a norm; `in_place` is left for `_norm_call` to take out."""
+        found: dict[str, Any] = {"rounding": self.rounding}
+        return {**found, "round_residual": self.round_residual, "in_place": self.in_place} if has_residual else found
 
 
 class Adapter(Protocol):
@@ -41,8 +61,7 @@ class Adapter(Protocol):
     def accept(self, linear: Any) -> str | None: ...
     def withdraw(self, linear: Any) -> None: ...
     def producer_of(self, module: Any) -> str | None: ...
-    def norm_rounding(self, has_residual: bool) -> NormRounding | None: ...
-    def act_rounding(self) -> str: ...
+    def rounding(self, producer: str, module: Any, has_residual: bool) -> dict[str, Any] | None: ...
     def wrap(self, activation: Any, reads: Reads) -> Any: ...
 
 
@@ -66,13 +85,11 @@ class Fusion:
     """How one producer of tq is planned and called in place of the engine's module that computes the same.
 
     refusal(module, x): why this module cannot be fused, or `None`; x is `None` before the first call.
-    rounding(adapter, has_residual): the rounding options, or `None` when they are not known.
     call(module, x, residual, options): (function, args, kwargs) of tq's public API.
     """
 
     producer: str
     refusal: Callable[[Any, torch.Tensor | None], str | None]
-    rounding: Callable[[Adapter, bool], dict[str, Any] | None]
     call: Callable[[Any, torch.Tensor, torch.Tensor | None, dict[str, Any]], tuple[Callable[..., Any], tuple, dict]]
     inputs_per_output: int = 1
 
@@ -102,8 +119,9 @@ def plan(
     if reads is None:
         return "no scheme for the consumer's input quantization key"
     scheme = SCHEMES[reads.scheme]
-    scale = input_quant_scale(linear, "scale_ub" if scheme.dynamic else "static_scale")
-    if not scheme.dynamic and (scale is None or scale.dtype != torch.float32):
+    wanted = SCALE_OPTIONS.get(scheme.name) or (UPPER_BOUND if scheme.dynamic else STATIC_SCALE)
+    scale = input_quant_scale(linear, wanted.field)
+    if wanted.required and (scale is None or scale.dtype != torch.float32):
         return "the consumer has no single fp32 input scale"
     # A row of vLLM's table is called without the module, whose type the table has matched.
     if module is not None and adapter.producer_of(module) != fusion.producer:
@@ -113,15 +131,15 @@ def plan(
         refusal = _device_refusal(_any_parameter(linear)) if x is None else _input_refusal(fusion, scheme, x)
     if refusal is not None:
         return refusal
-    options = fusion.rounding(adapter, residual is not None)
-    if options is None:
+    rounding = adapter.rounding(fusion.producer, module, residual is not None)
+    if rounding is None:
         return "the plain module runs an implementation of unknown rounding"
-    options["scheme"] = scheme.name
+    options = {**rounding, "scheme": scheme.name}
     if scheme.dynamic:
         # What is replaced is a plain module and the quantizer after it, whose least scale is the scheme's.
         options["layout"], options["min_scale"] = reads.layout, scheme.min_scale
     if scale is not None:
-        options["scale_ub" if scheme.dynamic else "scale"] = scale
+        options[wanted.option] = scale
     return Plan(adapter, reads, options)
 
 
@@ -182,17 +200,6 @@ def _norm_refusal(norm: Any, x: torch.Tensor | None) -> str | None:
     return None
 
 
-def _rms_norm_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any] | None:
-    found = adapter.norm_rounding(has_residual)
-    if found is None:
-        return None
-    options: dict[str, Any] = {"rounding": found.rounding}
-    if has_residual:
-        options["round_residual"] = found.round_residual
-        options["in_place"] = found.in_place
-    return options
-
-
 def _norm_call(
     function: Callable[..., Any], norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]
 ) -> tuple:
@@ -215,25 +222,21 @@ def _gemma_rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | No
     return _norm_call(tq.PRODUCERS["gemma_rms_norm"], norm, x, residual, options)
 
 
-def _gemma_rms_norm_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any]:
-    # vLLM has one implementation, in fp32 throughout: no kernel of its takes the fp32 weight 1 + w.
-    return {}
-
-
-def _silu_mul_refusal(act: Any, x: torch.Tensor | None) -> None:
+def _act_refusal(act: Any, x: torch.Tensor | None) -> None:
     return None
-
-
-def _silu_mul_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any]:
-    return {"rounding": adapter.act_rounding()}
 
 
 def _silu_mul_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
     return tq.silu_mul, (x,), options
 
 
-RMS_NORM = Fusion("rms_norm", _norm_refusal, _rms_norm_rounding, _rms_norm_call)
-GEMMA_RMS_NORM = Fusion("gemma_rms_norm", _norm_refusal, _gemma_rms_norm_rounding, _gemma_rms_norm_call)
-SILU_MUL = Fusion("silu_mul", _silu_mul_refusal, _silu_mul_rounding, _silu_mul_call, inputs_per_output=2)
+def _gelu_mul_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
+    return tq.PRODUCERS["gelu_mul"], (x,), {**options, "approximate": act.approximate}
 
-FUSIONS = {fusion.producer: fusion for fusion in (RMS_NORM, GEMMA_RMS_NORM, SILU_MUL)}
+
+RMS_NORM = Fusion("rms_norm", _norm_refusal, _rms_norm_call)
+GEMMA_RMS_NORM = Fusion("gemma_rms_norm", _norm_refusal, _gemma_rms_norm_call)
+SILU_MUL = Fusion("silu_mul", _act_refusal, _silu_mul_call, inputs_per_output=2)
+GELU_MUL = Fusion("gelu_mul", _act_refusal, _gelu_mul_call, inputs_per_output=2)
+
+FUSIONS = {fusion.producer: fusion for fusion in (RMS_NORM, GEMMA_RMS_NORM, SILU_MUL, GELU_MUL)}

@@ -48,7 +48,9 @@ _NORM_ROUNDING = {
     "vllm_c": NormRounding("after_weight", True, in_place=True),
 }
 
-# bf16(bf16(silu(gate)) * up) is what both the module's torch formula and `_C.silu_and_mul` compute.
+_GEMMA_ROUNDING = NormRounding("after_weight", False)
+
+# bf16(bf16(act(gate)) * up) is what both the module's torch formula and vLLM's kernel compute.
 _ACT_ROUNDING = "activation_and_product"
 
 
@@ -84,7 +86,7 @@ class VllmAdapter:
     def __init__(self) -> None:
         global _norm_ops
         from vllm import envs, ir
-        from vllm.model_executor.layers.activation import SiluAndMul
+        from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
         from vllm.model_executor.layers.fusion import quant_activation
         from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
         from vllm.model_executor.layers.quantization.utils import quant_utils
@@ -98,27 +100,34 @@ class VllmAdapter:
             reads: Reads
 
         _norm_ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
-        self._silu_mul = SiluAndMul
-        self._producers = {RMSNorm: "rms_norm", GemmaRMSNorm: "gemma_rms_norm", SiluAndMul: "silu_mul"}
+        self._silu_mul, self._gelu_mul = SiluAndMul, GeluAndMul
+        self._producers = {
+            RMSNorm: "rms_norm",
+            GemmaRMSNorm: "gemma_rms_norm",
+            SiluAndMul: "silu_mul",
+            GeluAndMul: "gelu_mul",
+        }
         self._activation = Activation
         self._consumers = CONSUMERS
         self.get_input_quant_key = quant_activation.get_input_quant_key
         scales.own_accessor = getattr(quant_activation, "get_input_quant_scales", None)
-        # What a kernel of vLLM reads that names its key itself. Where the same keys carry fnuz codes, on some AMD GPUs,
-        # their maximum is 240.
+        # What a kernel of vLLM reads that names its key itself. FP8 keys carry fnuz codes on some AMD GPUs.
         self.native = {
-            key: Reads(key, scheme, "row_major")
-            for key, scheme in (
-                (quant_utils.kFp8StaticTensorSym, "fp8_tensor"),
-                (quant_utils.kFp8DynamicTokenSym, "fp8_token"),
-                (quant_utils.kFp8Dynamic128Sym, "fp8_group128"),
+            key: Reads(key, scheme, layout)
+            for key, scheme, layout in (
+                (quant_utils.kFp8StaticTensorSym, "fp8_tensor", "row_major"),
+                (quant_utils.kFp8DynamicTokenSym, "fp8_token", "row_major"),
+                (quant_utils.kFp8Dynamic128Sym, "fp8_group128", "row_major"),
+                (quant_utils.kMxfp8Dynamic, "mxfp8", "swizzled_128x4"),
+                (quant_utils.kNvfp4Dynamic, "nvfp4", "swizzled_128x4"),
             )
-            if key.dtype == torch.float8_e4m3fn
+            if key.dtype != torch.float8_e4m3fnuz and consumers.has_scheme(scheme, layout)
         }
         # Read once: a process does not change its mode, and reading the environment costs time in each forward.
         self.refuses_all = "batch-invariant mode uses its own kernels" if envs.VLLM_BATCH_INVARIANT else None
         self._inductor: Rounding | None = None
-        self._act_is_native = False
+        # Producer -> whether the module it stands for runs its torch formula in compiled code.
+        self._native_acts: dict[str, bool] = {}
 
     def reads(self, linear: Any, key: Any) -> Reads | None:
         found = getattr(scales.kernel_of(linear), "tq_reads", None)
@@ -138,7 +147,10 @@ class VllmAdapter:
         config = get_current_vllm_config_or_none()
         inductor = config is not None and config.compilation_config.backend == "inductor"
         self._inductor = INDUCTOR_ROUNDING.get(current_platform.device_type) if inductor else None
-        self._act_is_native = inductor and (current_platform.is_cpu() or not self._silu_mul.enabled())
+        acts: dict[str, Any] = {"silu_mul": self._silu_mul, "gelu_mul": self._gelu_mul}
+        self._native_acts = {
+            name: inductor and (current_platform.is_cpu() or not act.enabled()) for name, act in acts.items()
+        }
 
     def producer_of(self, module: Any) -> str | None:
         # The exact class: subclasses and out-of-tree replacements may compute something else.
@@ -151,14 +163,23 @@ class VllmAdapter:
             return self._inductor.norm
         return _NORM_ROUNDING.get(implementation)
 
-    def act_rounding(self) -> str:
-        if self._inductor is not None and self._act_is_native and torch.compiler.is_compiling():
-            return self._inductor.act
-        return _ACT_ROUNDING
+    def rounding(self, producer: str, module: Any, has_residual: bool) -> dict[str, Any] | None:
+        if producer == "rms_norm":
+            found = self.norm_rounding(has_residual)
+            return None if found is None else found.options(has_residual)
+        inductor = self._inductor if torch.compiler.is_compiling() else None
+        if producer == "gemma_rms_norm":
+            # Always the torch formula: no kernel of vLLM's takes the fp32 weight 1 + w.
+            return (_GEMMA_ROUNDING if inductor is None else inductor.norm).options(has_residual)
+        native = self._native_acts.get(producer, False)
+        return {"rounding": inductor.act if inductor is not None and native else _ACT_ROUNDING}
 
     def wrap(self, activation: Any, reads: Reads) -> Any:
-        data = activation.data
-        return self._activation(data, activation.scale, activation.orig_dtype, data.shape, reads.key, reads)
+        data, scale = activation.data, activation.scale
+        if scale.dtype in (torch.uint8, torch.float8_e4m3fn):
+            scale = scale.view(reads.key.scale.dtype)  # one byte each, whatever they are called
+        shape = activation.orig_shape if data.dtype == torch.uint8 else data.shape
+        return self._activation(data, scale, activation.orig_dtype, shape, reads.key, reads)
 
 
 def load_adapter() -> None:
