@@ -168,3 +168,9 @@ def test_a_norm_that_no_producer_computes_is_named(layer, adapter):
     layer.input_layernorm = OtherNorm()
     found = pairing.pair_model(layer)
     assert (found[0].producer, found[0].reason) == ("OtherNorm", "no producer for OtherNorm")
+
+
+def test_a_model_of_unknown_layers_is_said_to_be_one(layer):
+    assert boundaries.summary(pairing.pair_model(torch.nn.Sequential(Norm()))).endswith(
+        "no layer of the model is a known one"
+    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 from contract_fakes import (
     Norm,
@@ -64,3 +67,35 @@ def test_failed_pairing_leaves_the_model_plain(layer, unregistered, monkeypatch)
 def test_fingerprint_names_version_and_sources():
     version, digest = plugin.fingerprint().split(":")
     assert version == tq.__version__ and len(digest) == 16
+
+
+def test_fingerprint_tells_settings_apart(monkeypatch):
+    """A compiled graph with a boundary fused must not be found by a process that leaves it alone."""
+    found = set()
+    for patterns in ("", "silu_mul", "rms_norm"):
+        monkeypatch.setenv("TQ_DISABLE_BOUNDARIES", patterns)
+        found.add(plugin.fingerprint())
+        assert plugin.fingerprint() in found
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("version", "on_cpu", "refused"),
+    [
+        ("0.33.0", False, None),
+        ("0.33.0+cu130", False, None),
+        ("0.32.0+cpu", True, None),
+        ("0.32.0", False, "CPU build alone"),
+        ("0.33.1", False, "not supported"),
+        ("0.34.0", False, "not supported"),
+        ("0.33.0rc1", False, "not supported"),
+    ],
+)
+def test_versions_that_were_tested_and_no_others(monkeypatch, version, on_cpu, refused):
+    module = types.ModuleType("vllm.version")
+    module.__version__ = version
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.version", module)
+    monkeypatch.setattr(vllm, "_on_cpu", lambda: on_cpu)
+    found = vllm.unsupported_version()
+    assert found is None if refused is None else refused in found and version in found

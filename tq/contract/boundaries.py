@@ -113,6 +113,8 @@ def called(boundary: Boundary | None, producer: str, args: tuple[Any, ...], kwar
 
 def summary(boundaries: list[Boundary]) -> str:
     """'2 of 3 boundaries fused (rms_norm 2); not fused: 1 (<reason>)'"""
+    if not boundaries:
+        return "no boundaries fused: no layer of the model is a known one"
     counts = Counter(boundary.producer for boundary in boundaries if boundary.reason is None)
     reasons = Counter(boundary.reason for boundary in boundaries if boundary.reason is not None)
     detail = ", ".join(f"{producer} {count}" for producer, count in sorted(counts.items()))

@@ -121,14 +121,16 @@ def plan(
     scheme = SCHEMES[reads.scheme]
     wanted = SCALE_OPTIONS.get(scheme.name) or (UPPER_BOUND if scheme.dynamic else STATIC_SCALE)
     scale = input_quant_scale(linear, wanted.field)
-    if wanted.required and (scale is None or scale.dtype != torch.float32):
+    weight = _any_parameter(linear) if x is None else None
+    weightless = weight is not None and weight.is_meta  # a model that is only explained
+    if wanted.required and not weightless and (scale is None or scale.dtype != torch.float32):
         return "the consumer has no single fp32 input scale"
     # A row of vLLM's table is called without the module, whose type the table has matched.
     if module is not None and adapter.producer_of(module) != fusion.producer:
         return "the module is not what the producer computes"
     refusal = fusion.refusal(module, x)
     if refusal is None:
-        refusal = _device_refusal(_any_parameter(linear)) if x is None else _input_refusal(fusion, scheme, x)
+        refusal = _device_refusal(weight) if x is None else _input_refusal(fusion, scheme, x)
     if refusal is not None:
         return refusal
     rounding = adapter.rounding(fusion.producer, module, residual is not None)
@@ -184,7 +186,7 @@ def _input_refusal(fusion: Fusion, scheme: Scheme, x: Any) -> str | None:
 
 def _device_refusal(tensor: Any) -> str | None:
     """Why no kernel runs on the device of an input, or of a layer's weight."""
-    if not isinstance(tensor, torch.Tensor) or tensor.is_cuda or (tensor.is_cpu and _RUNS_ON_CPU):
+    if not isinstance(tensor, torch.Tensor) or tensor.is_cuda or tensor.is_meta or (tensor.is_cpu and _RUNS_ON_CPU):
         return None
     return "no kernels for this device (on a CPU, set TRITON_INTERPRET=1 or TQ_REFERENCE=1)"
 
