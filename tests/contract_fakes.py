@@ -68,7 +68,7 @@ class Adapter:
     def producer_of(self, module):
         return {Norm: "rms_norm", Act: "silu_mul"}.get(getattr(type(module), "tq_base", type(module)))
 
-    def rounding(self, producer, module, has_residual):
+    def rounding(self, producer, reads, has_residual):
         if producer == "silu_mul":
             return {"rounding": "activation_and_product"}
         return None if self.norm_rounding is None else self.norm_rounding.options(has_residual)

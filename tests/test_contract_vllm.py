@@ -11,8 +11,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
+import tq
 from tq import contract
 from tq.contract import pairing, vllm
+from tq.contract.consumers import Reads
 from tq.contract.route import NormRounding, state
 from tq.contract.sites import Forward
 
@@ -152,12 +154,19 @@ def roundings_in_graph(run, *args):
     return {str(node.target).split(".")[1]: node.kwargs["rounding"] for node in nodes}
 
 
+COMPILED = {"rms_norm": "none", "silu_mul": "product"}
+WRITTEN = {"rms_norm": "after_weight", "silu_mul": "product"}
+KERNELS = {"rms_norm": "after_weight", "silu_mul": "activation_and_product"}
+TRACED = {"rms_norm": "before_and_after_weight", "silu_mul": "activation_and_product"}
+
+
 @pytest.mark.parametrize(
     ("backend", "implementation", "custom_ops", "expected"),
     [
-        ("inductor", "native", ["none"], {"rms_norm": "none", "silu_mul": "product"}),
-        ("inductor", "vllm_c", ["all"], {"rms_norm": "after_weight", "silu_mul": "activation_and_product"}),
-        ("eager", "native", ["none"], {"rms_norm": "before_and_after_weight", "silu_mul": "activation_and_product"}),
+        ("inductor", "native", ["none"], COMPILED),
+        ("inductor", "native", ["none", "+quant_fp8"], WRITTEN),
+        ("inductor", "vllm_c", ["all"], KERNELS),
+        ("eager", "native", ["none"], TRACED),
     ],
 )
 def test_rounding_of_compiled_code(config, norm, adapter, monkeypatch, backend, implementation, custom_ops, expected):
@@ -236,3 +245,45 @@ def test_quantizer_for_builds_without_one(shape):
     assert torch.equal(rows, x.abs().amax(-1, keepdim=True).float() / 448)
     with pytest.raises(NotImplementedError, match="scaled_fp8_quant: scale"):
         scaled_fp8_quant(x, torch.ones(2))
+
+
+@pytest.mark.parametrize("scheme", ["int8_token", "nvfp4", "mxfp8"])
+def test_quantizers_that_are_no_torch_formula_are_given_written_values(adapter, monkeypatch, scheme):
+    monkeypatch.setattr(adapter, "_inductor", vllm.INDUCTOR_ROUNDING["cuda"])
+    monkeypatch.setattr(adapter, "_native_acts", {"silu_mul": True})
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(vllm, "_norm_implementation", lambda has_residual: "native")
+    found = {
+        producer: adapter.rounding(producer, Reads(None, name, "row_major"), False)["rounding"]
+        for producer, name in (("rms_norm", scheme), ("silu_mul", scheme), ("gemma_rms_norm", scheme))
+    }
+    assert found == {"rms_norm": "after_weight", "silu_mul": "product", "gemma_rms_norm": "after_weight"}
+    assert adapter.rounding("rms_norm", Reads(None, "fp8_token", "row_major"), False) == {"rounding": "none"}
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_written_rounding_is_that_of_the_formula_compiled_alone(residual):
+    """What Inductor makes of the norm and the act when it must write them: no code differs from tq's."""
+    generator = torch.Generator().manual_seed(5)
+    x, r = torch.randn(2, 16, 2048, generator=generator).to(torch.bfloat16)
+    weight = torch.randn(2048, generator=generator).to(torch.bfloat16)
+
+    @torch.compile
+    def norm(x, r):
+        z = x.float() + r.float() if residual else x.float()
+        return (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)).to(weight.dtype) * weight
+
+    @torch.compile
+    def act(x):
+        return torch.nn.functional.silu(x[..., :1024]) * x[..., 1024:]
+
+    options = {"scheme": "fp8_group128", "min_scale": tq.SCHEMES["fp8_group128"].min_scale}
+    added = {"residual": r, "round_residual": False} if residual else {}
+    with tq.use_reference():
+        made = tq.rms_norm(x, weight, 1e-5, rounding=vllm.WRITTEN_ROUNDING.norm.rounding, **options, **added)
+        pairs = [(made[0] if residual else made, norm(x, r))]
+        pairs.append((tq.silu_mul(x, rounding=vllm.WRITTEN_ROUNDING.act, **options), act(x)))
+        for ours, y in pairs:
+            theirs = tq.quantize(y, scheme="fp8_group128")
+            assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
+            assert torch.equal(ours.scale, theirs.scale)

@@ -61,13 +61,18 @@ class Rounding(NamedTuple):
     act: str
 
 
-# The torch formulas compiled by Inductor together with the static quantization after them, by vLLM's device type.
-# Inductor leaves out the roundings between operations that it fuses: with torch 2.13 on a CPU, no code of 131,072
+# The torch formulas compiled by Inductor together with the quantizer after them, by vLLM's device type. Inductor leaves
+# out the roundings between operations that it fuses: with torch 2.13 on a CPU and a static scale, no code of 131,072
 # differs from those of unrounded values, and 2 % differ from those with both roundings.
 INDUCTOR_ROUNDING = {
     "cuda": Rounding(NormRounding("none", False), "none"),
     "cpu": Rounding(NormRounding("none", False), "none"),
 }
+
+# The same before a quantizer that Inductor does not see into, for which the activation is written, and so rounded once:
+# no code of 131,072 differs. vLLM's quantizers of FP8 are seen into unless switched on as operators, which it does
+# itself for models with blocks; all others never are.
+WRITTEN_ROUNDING = Rounding(NormRounding("after_weight", False), "product")
 
 
 # vLLM's operators without and with a residual; set by the adapter, since an import costs time in each forward.
@@ -89,6 +94,7 @@ class VllmAdapter:
         from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
         from vllm.model_executor.layers.fusion import quant_activation
         from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+        from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
         from tq.contract.kernels import CONSUMERS
@@ -100,7 +106,7 @@ class VllmAdapter:
             reads: Reads
 
         _norm_ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
-        self._silu_mul, self._gelu_mul = SiluAndMul, GeluAndMul
+        self._silu_mul, self._gelu_mul, self._quantizer = SiluAndMul, GeluAndMul, QuantFP8
         self._producers = {
             RMSNorm: "rms_norm",
             GemmaRMSNorm: "gemma_rms_norm",
@@ -126,6 +132,7 @@ class VllmAdapter:
         # Read once: a process does not change its mode, and reading the environment costs time in each forward.
         self.refuses_all = "batch-invariant mode uses its own kernels" if envs.VLLM_BATCH_INVARIANT else None
         self._inductor: Rounding | None = None
+        self._fp8_is_written = False
         # Producer -> whether the module it stands for runs its torch formula in compiled code.
         self._native_acts: dict[str, bool] = {}
 
@@ -146,6 +153,7 @@ class VllmAdapter:
 
         config = get_current_vllm_config_or_none()
         inductor = config is not None and config.compilation_config.backend == "inductor"
+        self._fp8_is_written = inductor and self._quantizer.enabled()
         self._inductor = INDUCTOR_ROUNDING.get(current_platform.device_type) if inductor else None
         acts: dict[str, Any] = {"silu_mul": self._silu_mul, "gelu_mul": self._gelu_mul}
         self._native_acts = {
@@ -157,17 +165,17 @@ class VllmAdapter:
         kind = type(module)
         return self._producers.get(getattr(kind, "tq_base", kind))
 
-    def norm_rounding(self, has_residual: bool) -> NormRounding | None:
+    def norm_rounding(self, has_residual: bool, inductor: Rounding | None = None) -> NormRounding | None:
         implementation = _norm_implementation(has_residual)
-        if implementation == "native" and self._inductor is not None and torch.compiler.is_compiling():
-            return self._inductor.norm
-        return _NORM_ROUNDING.get(implementation)
+        return inductor.norm if implementation == "native" and inductor else _NORM_ROUNDING.get(implementation)
 
-    def rounding(self, producer: str, module: Any, has_residual: bool) -> dict[str, Any] | None:
-        if producer == "rms_norm":
-            found = self.norm_rounding(has_residual)
-            return None if found is None else found.options(has_residual)
+    def rounding(self, producer: str, reads: Reads, has_residual: bool) -> dict[str, Any] | None:
         inductor = self._inductor if torch.compiler.is_compiling() else None
+        if inductor is not None and (self._fp8_is_written or not reads.scheme.startswith("fp8")):
+            inductor = WRITTEN_ROUNDING
+        if producer == "rms_norm":
+            found = self.norm_rounding(has_residual, inductor)
+            return None if found is None else found.options(has_residual)
         if producer == "gemma_rms_norm":
             # Always the torch formula: no kernel of vLLM's takes the fp32 weight 1 + w.
             return (_GEMMA_ROUNDING if inductor is None else inductor.norm).options(has_residual)
