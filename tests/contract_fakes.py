@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tq.contract import consumers, pairing, route, scales, sites
+from tq.contract import consumers, pairing, route, sites
 from tq.contract.consumers import Consumer, Reads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,8 +55,8 @@ class Adapter:
             return None
         return getattr(linear, "_input_quant_key", None)
 
-    def reads(self, linear, key):
-        found = getattr(scales.kernel_of(linear), "tq_reads", None)
+    def reads(self, kernel, key):
+        found = getattr(kernel, "tq_reads", None)
         return found if found is not None and found.key == key else self.native.get(key)
 
     def accept(self, linear):

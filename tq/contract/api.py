@@ -8,7 +8,7 @@ import torch
 
 from tq.contract import vllm
 from tq.contract.route import RMS_NORM, SILU_MUL, Adapter, route, state
-from tq.contract.scales import attribute
+from tq.contract.scales import attribute, kernel_of
 
 
 def get_input_quant_key(linear: Any) -> Any:
@@ -21,7 +21,7 @@ def get_input_quant_scheme(linear: Any) -> str | None:
     """Scheme name of `get_input_quant_key(linear)`, or `None` when tq has no such scheme."""
     adapter = _adapter()
     key = None if adapter is None else adapter.get_input_quant_key(linear)
-    reads = None if adapter is None or key is None else adapter.reads(linear, key)
+    reads = None if adapter is None or key is None else adapter.reads(kernel_of(linear), key)
     return None if reads is None else reads.scheme
 
 

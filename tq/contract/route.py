@@ -13,7 +13,7 @@ import tq
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
 from tq.contract.consumers import NOT_LISTED, Reads
-from tq.contract.scales import attribute, input_quant_scale
+from tq.contract.scales import attribute, input_quant_scale, kernel_of
 from tq.kernels.schemes import SCHEMES, Scheme
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -46,9 +46,10 @@ class NormRounding(NamedTuple):
     in_place: bool = False
 
     def options(self, has_residual: bool) -> dict[str, Any]:
-        """Options of a norm; `in_place` is left for `_norm_call` to take out."""
-        found: dict[str, Any] = {"rounding": self.rounding}
-        return {**found, "round_residual": self.round_residual, "in_place": self.in_place} if has_residual else found
+        """Options of a norm, in a dictionary of the caller's own; `in_place` is left for `_norm_call` to take out."""
+        if not has_residual:
+            return {"rounding": self.rounding}
+        return {"rounding": self.rounding, "round_residual": self.round_residual, "in_place": self.in_place}
 
 
 class Adapter(Protocol):
@@ -57,11 +58,11 @@ class Adapter(Protocol):
     refuses_all: str | None  # why nothing may be fused in this process
 
     def get_input_quant_key(self, linear: Any) -> Any: ...
-    def reads(self, linear: Any, key: Any) -> Reads | None: ...
+    def reads(self, kernel: Any, key: Any) -> Reads | None: ...
     def accept(self, linear: Any) -> str | None: ...
     def withdraw(self, linear: Any) -> None: ...
     def producer_of(self, module: Any) -> str | None: ...
-    def rounding(self, producer: str, reads: Reads, has_residual: bool) -> dict[str, Any] | None: ...
+    def rounding(self, producer: str, reads: Reads, has_residual: bool) -> dict[str, Any] | None: ...  # a new one
     def wrap(self, activation: Any, reads: Reads) -> Any: ...
 
 
@@ -108,19 +109,21 @@ def plan(
         return adapter.refuses_all
     if linear is None:
         return "no consumer"
-    if attribute(linear, "tq_off"):
+    if linear.__dict__.get("tq_off"):
         return "switched off"
     if attribute(linear, "input_is_parallel") is False:
         return "the consumer splits its input, which must be a plain tensor"
     key = adapter.get_input_quant_key(linear)
     if key is None:
         return NOT_LISTED
-    reads = adapter.reads(linear, key)
+    kernel = kernel_of(linear)
+    reads = adapter.reads(kernel, key)
     if reads is None:
         return "no scheme for the consumer's input quantization key"
     scheme = SCHEMES[reads.scheme]
-    wanted = SCALE_OPTIONS.get(scheme.name) or (UPPER_BOUND if scheme.dynamic else STATIC_SCALE)
-    scale = input_quant_scale(linear, wanted.field)
+    dynamic = scheme.dynamic
+    wanted = SCALE_OPTIONS.get(scheme.name) or (UPPER_BOUND if dynamic else STATIC_SCALE)
+    scale = input_quant_scale(linear, wanted.field, kernel)
     weight = _any_parameter(linear) if x is None else None
     weightless = weight is not None and weight.is_meta  # a model that is only explained
     if wanted.required and not weightless and (scale is None or scale.dtype != torch.float32):
@@ -133,11 +136,11 @@ def plan(
         refusal = _device_refusal(weight) if x is None else _input_refusal(fusion, scheme, x)
     if refusal is not None:
         return refusal
-    rounding = adapter.rounding(fusion.producer, reads, residual is not None)
-    if rounding is None:
+    options = adapter.rounding(fusion.producer, reads, residual is not None)
+    if options is None:
         return "the plain module runs an implementation of unknown rounding"
-    options = {**rounding, "scheme": scheme.name}
-    if scheme.dynamic:
+    options["scheme"] = scheme.name
+    if dynamic:
         # What is replaced is a plain module and the quantizer after it, whose least scale is the scheme's.
         options["layout"], options["min_scale"] = reads.layout, scheme.min_scale
     if scale is not None:

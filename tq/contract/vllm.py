@@ -136,8 +136,8 @@ class VllmAdapter:
         # Producer -> whether the module it stands for runs its torch formula in compiled code.
         self._native_acts: dict[str, bool] = {}
 
-    def reads(self, linear: Any, key: Any) -> Reads | None:
-        found = getattr(scales.kernel_of(linear), "tq_reads", None)
+    def reads(self, kernel: Any, key: Any) -> Reads | None:
+        found = getattr(kernel, "tq_reads", None)
         return found if found is not None and found.key == key else self.native.get(key)
 
     def accept(self, linear: Any) -> str | None:
