@@ -1,12 +1,14 @@
-"""Runs a two-layer Llama or Qwen3 with dummy weights in vLLM and writes what tq did to stdout as JSON.
+"""Runs a two-layer model with dummy weights in vLLM and writes what tq did to stdout as JSON.
 
-python tests/contract_engine.py [--compile] [--qwen3] [--scheme static|token|block|int8] [--inductor-rounding NAME]
+python tests/contract_engine.py [--compile] [--family llama|qwen3|gemma2] [--scheme static|token|block|int8]
+                                [--inductor-rounding NAME]
 """
 
 import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -71,21 +73,37 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Its MLP calls the activation itself, where Llama's asks vLLM's table of fused ones.
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64}
+FAMILIES = {
+    "llama": {},
+    # Its MLP calls the activation itself, where Llama's asks vLLM's table of fused ones.
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "head_dim": 64,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 128,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def unfused(producer, args, kwargs):
     """The codes and scales of vLLM's unfused pair on a CPU, its native module and a quantizer; and the residual."""
     x, residual = args[0].float(), None
-    if producer == "rms_norm":
+    if producer.endswith("rms_norm"):
         if "residual" in kwargs:
             x = x + kwargs["residual"].float()
             residual = x.to(args[0].dtype)
-        y = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + args[2])).to(args[0].dtype) * args[1]
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + args[2])
+        gemma = producer == "gemma_rms_norm"
+        y = (y * (1 + args[1].float())).to(args[0].dtype) if gemma else y.to(args[0].dtype) * args[1]
     else:
-        half = x.shape[-1] // 2
-        y = torch.nn.functional.silu(args[0][..., :half]) * args[0][..., half:]
+        gate, up = args[0].chunk(2, -1)
+        act = {"silu_mul": torch.nn.functional.silu, "gelu_mul": partial(torch.nn.functional.gelu, approximate="tanh")}
+        y = act[producer](gate) * up
     if kwargs["scheme"] == "fp8_tensor":
         y, scale = y.float() * kwargs["scale"].reciprocal(), kwargs["scale"].view(1, 1)
     else:
@@ -175,7 +193,7 @@ def main():
     DummyModelLoader.load_weights = load_random
     {"block": use_block_kernel, "int8": use_int8_kernel}.get(scheme, lambda: None)()
     model = Path(tempfile.mkdtemp())
-    family = QWEN3 if "--qwen3" in sys.argv else {}
+    family = FAMILIES[sys.argv[sys.argv.index("--family") + 1] if "--family" in sys.argv else "llama"]
     (model / "config.json").write_text(json.dumps({**CONFIG, **family, "quantization_config": QUANTIZATION[scheme]}))
     llm = LLM(
         model=str(model),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tq
 from tq.contract import vllm
 
 pytestmark = pytest.mark.vllm
@@ -54,9 +55,9 @@ def boundaries(scheme):
     ("arguments", "scheme", "kernel"),
     [
         ((), "fp8_tensor", "PerTensorTorchFP8ScaledMMLinearKernel row_major"),
-        (("--qwen3",), "fp8_tensor", "PerTensorTorchFP8ScaledMMLinearKernel row_major"),
+        (("--family", "qwen3"), "fp8_tensor", "PerTensorTorchFP8ScaledMMLinearKernel row_major"),
         (("--scheme", "token"), "fp8_token", "ChannelWiseTorchFP8ScaledMMLinearKernel row_major"),
-        (("--scheme", "block", "--qwen3"), "fp8_group128", "TorchFp8BlockScaledMMKernel column_major"),
+        (("--scheme", "block", "--family", "qwen3"), "fp8_group128", "TorchFp8BlockScaledMMKernel column_major"),
         (("--scheme", "int8"), "int8_token", "CPUInt8ScaledMMLinearKernel row_major"),
     ],
     ids=["static", "static qwen3", "token", "block qwen3", "int8"],
@@ -73,6 +74,17 @@ def test_engine_runs_every_boundary_fused(tmp_path, arguments, scheme, kernel):
         if call["producer"] == "rms_norm":
             assert call["options"]["rounding"] == "before_and_after_weight"
     assert result["fingerprint"] == result["expected_fingerprint"]
+
+
+@cpu_build
+@pytest.mark.skipif("gemma_rms_norm" not in tq.PRODUCERS, reason="Gemma's norm and GELU are not producers yet")
+def test_engine_fuses_gemmas_norm_and_gelu(tmp_path):
+    result, log = run_engine(tmp_path, "--family", "gemma2", "--scheme", "token")
+    assert log.count("boundaries fused (gelu_mul 2, gemma_rms_norm 4)") == 1
+    assert result["calls"] == len(result["watched"]) == 3 * 6
+    for call in result["watched"]:
+        assert call["worst_step"] <= 1 and call["differing"] < 0.005 and call["residual"], call
+        assert call["worst_scale"] == 0, call
 
 
 @cpu_build

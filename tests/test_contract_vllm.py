@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -287,3 +288,15 @@ def test_written_rounding_is_that_of_the_formula_compiled_alone(residual):
             theirs = tq.quantize(y, scheme="fp8_group128")
             assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
             assert torch.equal(ours.scale, theirs.scale)
+
+
+@pytest.mark.parametrize("loader", vllm.LOADERS)
+def test_a_model_is_seen_once_its_weights_are_final_whichever_loader_ran(monkeypatch, loader):
+    events = []
+    modules = {name: importlib.import_module(f"vllm.model_executor.model_loader.{name}") for name in vllm.LOADERS}
+    for module in modules.values():
+        monkeypatch.setattr(module, "process_weights_after_loading", lambda *args: events.append(("final", args)))
+    for _ in range(2):
+        vllm.hook_model_loading(lambda model: events.append(("seen", model)))
+    modules[loader].process_weights_after_loading("model", "config", "device")
+    assert events == [("final", ("model", "config", "device")), ("seen", "model")]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from tq.contract.route import NormRounding, state
 
 # Those whose sources were read and tested against: release -> whether only its CPU build.
 SUPPORTED = {"0.33.0": False, "0.32.0": True}
+
+# Modules of loaders that finish a model's weights: most inherit the first.
+LOADERS = ("base_loader", "weight_cache.ipc_loader")
 
 # Below the "vllm" logger, so that the line appears where vLLM's own do.
 logger = logging.getLogger("vllm.tq")
@@ -229,16 +233,16 @@ def norms_stand_aside() -> str | None:
 def hook_model_loading(after: Callable[[torch.nn.Module], None]) -> None:
     """Call `after(model)` once the weights of a model are in their final form.
 
-    That is before profiling, compilation and LoRA. The name is replaced where the loader has imported it.
+    That is before profiling, compilation and LoRA. The name is replaced where the loaders have imported it.
     """
-    from vllm.model_executor.model_loader import base_loader
 
     def process(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
         after(model)
         return result
 
-    _wrap(base_loader, "process_weights_after_loading", process)
+    for loader in LOADERS:
+        _wrap(import_module(f"vllm.model_executor.model_loader.{loader}"), "process_weights_after_loading", process)
 
 
 def hook_cache_identity(fingerprint: Callable[[], str]) -> None:
