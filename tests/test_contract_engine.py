@@ -97,12 +97,24 @@ def test_engine_leaves_alone_what_is_switched_off(tmp_path):
 
 
 @cpu_build
-def test_engine_compiled_rounds_as_the_table_of_inductor_says(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "scheme", "given"),
+    [
+        (("--inductor-rounding", "none"), "fp8_tensor", "rounding='none'"),
+        # vLLM keeps the quantizer of blocks an operator, so that what enters it is written, and so rounded.
+        (("--scheme", "block"), "fp8_group128", "layout='column_major'"),
+    ],
+    ids=["static", "block"],
+)
+def test_engine_compiled_calls_the_ops_with_what_the_consumer_reads(tmp_path, arguments, scheme, given):
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    result, _ = run_engine(tmp_path, "--compile", "--inductor-rounding", "none", **inductor)
-    assert result["boundaries"] == boundaries("fp8_tensor") and result["watched"] == []
+    result, _ = run_engine(tmp_path, "--compile", *arguments, **inductor)
+    assert result["boundaries"] == boundaries(scheme) and result["watched"] == []
     assert [len(tokens) for tokens in result["tokens"]] == [3, 3]
     code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
     calls = re.findall(r"torch\.ops\.tq\.(\w+)\.default\((.*)\)", code)
     assert {producer for producer, _ in calls} == {"rms_norm", "silu_mul"}
-    assert all("rounding='none'" in arguments for _, arguments in calls)
+    assert all(given in options and f"scheme='{scheme}'" in options for _, options in calls)
+    if scheme == "fp8_group128":
+        expected = {"rms_norm": "rounding='after_weight'", "silu_mul": "rounding='product'"}
+        assert all(expected[producer] in options for producer, options in calls)
