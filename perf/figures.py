@@ -50,8 +50,19 @@ def speed(document: dict[str, Any]) -> list[str]:
 
 
 def engine(document: dict[str, Any]) -> list[str]:
-    """Tokens per second with and without the plugin."""
-    rates = {(row["engine"], row["batch"]): row for row in document["rows"] if "engine" in row}
+    """Tokens per second with and without the plugin, for each checkpoint."""
+    checkpoints: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in document["rows"]:
+        checkpoints[row.get("checkpoint") or document["checkpoint"]].append(row)
+    lines = []
+    for checkpoint, rows in checkpoints.items():
+        lines += [*rates(rows), *agreement(rows), "", f"{document['method']}; {checkpoint}.", ""]
+    return [*lines[:-2], f"{lines[-2].removesuffix('.')}; tq {document['versions']['tq']}."]
+
+
+def rates(rows: list[dict[str, Any]]) -> list[str]:
+    """A table of tokens per second."""
+    rates = {(row["engine"], row["batch"]): row for row in rows if "engine" in row}
     lines = ["| whole engine, new tokens/s | batch | vLLM | vLLM with tq |", "|---|---|---|---|"]
     for mode in ("eager", "compiled"):
         for batch in sorted({batch for _, batch in rates}):
@@ -62,15 +73,20 @@ def engine(document: dict[str, Any]) -> list[str]:
                 spread = f"{low} to {high}" if low else f"± {row['spread']}"
                 cells.append(f"{row['tokens_per_s']} ({spread})")
             lines.append(f"| {mode} | {batch} | {' | '.join(cells)} |")
-    for row in document["rows"]:
+    return lines
+
+
+def agreement(rows: list[dict[str, Any]]) -> list[str]:
+    """What differs from vLLM's own ops."""
+    lines = []
+    for row in rows:
         if "agreement" in row:
             residual = f", {row['residual_differ']} residual elements" if "residual_differ" in row else ""
+            scales = f", {row['scales_differ']} of {row['scales']:,} scales" if "scales_differ" in row else ""
             lines.append(
-                f"\nIn the engine, `{row['agreement']}`: {row['codes_differ']} of {row['codes']:,} codes{residual} "
-                f"differ from those of vLLM's own ops on the same tensors."
+                f"\nIn the engine, `{row['agreement']}`: {row['codes_differ']} of {row['codes']:,} codes{scales}"
+                f"{residual} differ from those of vLLM's own ops on the same tensors."
             )
-    versions = document["versions"]
-    lines += ["", f"{document['method']}; {document['checkpoint']}; tq {versions['tq']}."]
     return lines
 
 

@@ -33,3 +33,23 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(0xAB) if tensor.dtype == torch.uint8 else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned_empty)
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch):
+    """The contract's adapter of an engine that is not there."""
+    from contract_fakes import Adapter
+
+    from tq.contract import route
+
+    adapter = Adapter()
+    monkeypatch.setattr(route.state, "adapter", adapter)
+    return adapter
+
+
+@pytest.fixture
+def layer(adapter, monkeypatch: pytest.MonkeyPatch):
+    """A decoder layer of static FP8 that can be paired."""
+    from contract_fakes import known_decoder
+
+    return known_decoder(monkeypatch)

@@ -1,12 +1,14 @@
-"""Runs a two-layer FP8 (static) Llama or Qwen3 in vLLM and writes what tq did to stdout as JSON.
+"""Runs a two-layer model with dummy weights in vLLM and writes what tq did to stdout as JSON.
 
-python tests/contract_engine.py [--compile] [--qwen3] [--inductor-rounding NAME]
+python tests/contract_engine.py [--compile] [--family llama|qwen3|gemma2] [--scheme static|token|block|int8]
+                                [--inductor-rounding NAME]
 """
 
 import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,15 +19,43 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 # On CPUs with AMX these come first; they take bf16 activations, so there would be nothing to fuse.
-os.environ["VLLM_DISABLED_KERNELS"] = "CPUFP8W8A8ScaledMMLinearKernel,CPUFp8PerTensorScaledMMLinearKernel"
+os.environ["VLLM_DISABLED_KERNELS"] = (
+    "CPUFP8W8A8ScaledMMLinearKernel,CPUFp8PerTensorScaledMMLinearKernel,CPUFp8ChannelWiseScaledMMLinearKernel"
+)
 
 import torch
+from contract_fakes import int8_schemes
 
+import tq
 from tq import contract
 from tq.contract import plugin, vllm
 from tq.contract.route import NormRounding
 
-FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+def compressed(form, kind, weights, activations, dynamic):
+    """A compressed-tensors configuration: what shares a scale among the weights and among the activations."""
+    args = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**args, "strategy": weights, "dynamic": False},
+        "input_activations": {**args, "strategy": activations, "dynamic": dynamic},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+QUANTIZATION = {
+    "static": compressed("float-quantized", "float", "tensor", "tensor", False),
+    "token": compressed("float-quantized", "float", "channel", "token", True),
+    # As Qwen3-FP8 and DeepSeek say it, whose method names no key to anyone.
+    "block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "int8": compressed("int-quantized", "int", "channel", "token", True),
+}
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -42,49 +72,129 @@ CONFIG = {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "quantization_config": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP8, "input_activations": FP8}},
-        "ignore": ["lm_head"],
-        "quantization_status": "compressed",
+}
+FAMILIES = {
+    "llama": {},
+    # Its MLP calls the activation itself, where Llama's asks vLLM's table of fused ones.
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "head_dim": 64,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 128,
+        "tie_word_embeddings": True,
     },
 }
-# Its MLP calls the activation itself, where Llama's asks vLLM's table of fused ones.
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64}
 
 
-def unfused_codes(producer, args, kwargs):
-    """The codes of vLLM's unfused pair on a CPU: its native module, then its native quantizer; and the residual."""
+def unfused(producer, args, kwargs):
+    """The codes and scales of vLLM's unfused pair on a CPU, its native module and a quantizer; and the residual."""
     x, residual = args[0].float(), None
-    if producer == "rms_norm":
+    if producer.endswith("rms_norm"):
         if "residual" in kwargs:
             x = x + kwargs["residual"].float()
             residual = x.to(args[0].dtype)
-        y = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + args[2])).to(args[0].dtype) * args[1]
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + args[2])
+        gemma = producer == "gemma_rms_norm"
+        y = (y * (1 + args[1].float())).to(args[0].dtype) if gemma else y.to(args[0].dtype) * args[1]
     else:
-        half = x.shape[-1] // 2
-        y = torch.nn.functional.silu(args[0][..., :half]) * args[0][..., half:]
-    return (y.float() * kwargs["scale"].reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), residual
+        gate, up = args[0].chunk(2, -1)
+        act = {"silu_mul": torch.nn.functional.silu, "gelu_mul": partial(torch.nn.functional.gelu, approximate="tanh")}
+        y = act[producer](gate) * up
+    if kwargs["scheme"] == "fp8_tensor":
+        y, scale = y.float() * kwargs["scale"].reciprocal(), kwargs["scale"].view(1, 1)
+    else:
+        size = 128 if kwargs["scheme"] == "fp8_group128" else y.shape[-1]
+        groups = y.float().unflatten(-1, (-1, size))
+        scale = groups.abs().amax(-1, keepdim=True) / (127 if kwargs["scheme"] == "int8_token" else 448)
+        # vLLM's quantizer of groups multiplies by the reciprocal, that of tokens divides.
+        scaled = groups * scale.reciprocal() if size == 128 else groups / scale
+        y, scale = scaled.flatten(-2), scale.squeeze(-1)
+    if kwargs["scheme"] == "int8_token":
+        return y.round().clamp(-128, 127).to(torch.int8), scale, residual
+    return y.clamp(-448, 448).to(torch.float8_e4m3fn), scale, residual
 
 
 def order(codes):
     """Codes as integers in the order of their values."""
+    if codes.dtype == torch.int8:
+        return codes.int()
     bits = codes.view(torch.uint8).int()
     return torch.where(bits >= 128, 128 - bits, bits)
 
 
+def load_random(loader, model, config):
+    """In place of vLLM's dummy weights, which are so small that every scale is the least one: values around one."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        normal = torch.randn(parameter.shape, generator=generator)
+        if "input_scale" in name:
+            values = torch.full(parameter.shape, 0.02)
+        elif "scale" in name:
+            values = (1 + 0.1 * normal) / (16 * (127 if "int8" in sys.argv else 1))
+        elif parameter.dtype == torch.int8:
+            values = (normal * 40).round().clamp(-127, 127)
+        else:
+            values = 1 + 0.1 * normal if "norm" in name else normal
+        parameter.data.copy_(values)
+
+
+def use_block_kernel():
+    """The CPU build has no product of FP8 blocks: one of torch, with the quantizer and the signatures of CUTLASS's."""
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.platforms import PlatformEnum
+
+    from tq.contract import kernels
+
+    class TorchFp8BlockScaledMMKernel(linear.Fp8BlockScaledMMLinearKernel):
+        def __init__(self, config):
+            super().__init__(config)
+            shape = config.activation_quant_key.scale.group_shape
+            self.quant_fp8 = QuantFP8(False, shape, column_major_scales=True, use_ue8m0=False)
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            return True, None
+
+        def apply_block_scaled_mm(self, A, B, As, Bs):
+            assert A.dtype == B.dtype == torch.float8_e4m3fn
+            assert As.stride(0) == 1 or As.shape[0] == 1
+            a = (A.float().unflatten(-1, (-1, 128)) * As.unsqueeze(-1)).flatten(-2)
+            b = B.float() * Bs.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            return (a @ b.T).to(self.config.out_dtype)
+
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, TorchFp8BlockScaledMMKernel)
+    kernels.CONSUMERS[TorchFp8BlockScaledMMKernel] = kernels.CONSUMERS[linear.CutlassFp8BlockScaledMMKernel]
+
+
+def use_int8_kernel():
+    """oneDNN's product takes quantized rows; the one for AMX, which comes first where there is any, quantizes them."""
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    cpu.check_cpu_sgl_kernel = lambda *args: False
+    for made in int8_schemes():
+        tq.register_scheme(made)
+
+
 def main():
+    scheme = sys.argv[sys.argv.index("--scheme") + 1] if "--scheme" in sys.argv else "static"
     if "--inductor-rounding" in sys.argv:
         name = sys.argv[sys.argv.index("--inductor-rounding") + 1]
         vllm.INDUCTOR_ROUNDING["cpu"] = vllm.Rounding(NormRounding(name, False), name)
     contract.register()
     contract.register()
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+    DummyModelLoader.load_weights = load_random
+    {"block": use_block_kernel, "int8": use_int8_kernel}.get(scheme, lambda: None)()
     model = Path(tempfile.mkdtemp())
-    family = QWEN3 if "--qwen3" in sys.argv else {}
-    (model / "config.json").write_text(json.dumps({**CONFIG, **family}))
+    family = FAMILIES[sys.argv[sys.argv.index("--family") + 1] if "--family" in sys.argv else "llama"]
+    (model / "config.json").write_text(json.dumps({**CONFIG, **family, "quantization_config": QUANTIZATION[scheme]}))
     llm = LLM(
         model=str(model),
         load_format="dummy",
@@ -100,7 +210,7 @@ def main():
 
     def watch(name, producer, args, kwargs, result):
         activation, residual = result if isinstance(result, tuple) else (result, None)
-        codes, expected_residual = unfused_codes(producer, args, kwargs)
+        codes, scales, expected_residual = unfused(producer, args, kwargs)
         steps = (order(activation.data) - order(codes)).abs()
         same = (residual is None) == (expected_residual is None)
         same = same and (residual is None or torch.equal(residual, expected_residual))
@@ -111,6 +221,7 @@ def main():
                 "producer": producer,
                 "options": options,
                 "worst_step": int(steps.max()),
+                "worst_scale": float((activation.scales() / scales - 1).abs().max()),
                 "differing": float((steps > 0).float().mean()),
                 "residual": bool(same),
             }
@@ -126,6 +237,7 @@ def main():
             {
                 "tokens": [list(o.outputs[0].token_ids) for o in outputs],
                 "boundaries": [[b.name, b.consumer, b.scheme, b.reason] for b in after.boundaries],
+                "kernels": sorted({f"{b.kernel} {b.layout}" for b in after.boundaries}),
                 "calls": after.calls - before.calls,
                 "watched": watched,
                 "fingerprint": llm.llm_engine.vllm_config.additional_config.get("tq"),

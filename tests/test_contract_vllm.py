@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +12,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
+import tq
 from tq import contract
 from tq.contract import pairing, vllm
+from tq.contract.consumers import Reads
 from tq.contract.route import NormRounding, state
+from tq.contract.sites import Forward
 
 pytestmark = pytest.mark.vllm
 if vllm.unsupported_version() is not None:
@@ -65,28 +64,6 @@ def signs(m=3, n=HIDDEN):
     return (torch.randint(0, 2, (m, n), generator=generator) * 4.0 - 2.0).to(torch.bfloat16).to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "known"),
-    [
-        ("llama", "LlamaDecoderLayer", pairing.KNOWN_DECODERS),
-        ("llama", "LlamaAttention", pairing.KNOWN_ATTENTIONS),
-        ("llama", "LlamaMLP", pairing.MLPS_CALLING_TABLE),
-        ("mistral", "MistralDecoderLayer", pairing.KNOWN_DECODERS),
-        ("mistral", "MistralAttention", pairing.KNOWN_ATTENTIONS),
-        ("mistral", "MistralMLP", pairing.MLPS_CALLING_ACT),
-        ("qwen2", "Qwen2DecoderLayer", pairing.KNOWN_DECODERS),
-        ("qwen2", "Qwen2Attention", pairing.KNOWN_ATTENTIONS),
-        ("qwen2", "Qwen2MLP", pairing.MLPS_CALLING_ACT),
-        ("qwen3", "Qwen3DecoderLayer", pairing.KNOWN_DECODERS),
-        ("qwen3", "Qwen3Attention", pairing.KNOWN_ATTENTIONS),
-        ("qwen3", "Qwen3MLP", pairing.MLPS_CALLING_ACT),
-    ],
-)
-def test_forward_is_the_one_that_was_read(module, name, known):
-    layers = pytest.importorskip(f"vllm.model_executor.models.{module}")
-    assert pairing.forward_hash(getattr(layers, name)) in known
-
-
 def test_schemes_of_vllms_keys(adapter):
     from vllm.model_executor.layers.quantization.utils import quant_utils as q
 
@@ -102,7 +79,7 @@ def test_schemes_of_vllms_keys(adapter):
     }
     assert list(found.values()) == ["fp8_tensor", "fp8_token", "fp8_group128", None, None]
     equal = q.QuantKey(q.FP8_DTYPE, q.kStaticTensorScale, symmetric=True)
-    assert equal is not q.kFp8StaticTensorSym and adapter.schemes[equal] == "fp8_tensor"
+    assert equal is not q.kFp8StaticTensorSym and adapter.native[equal].scheme == "fp8_tensor"
 
 
 def test_norm_gives_vllm_an_activation_it_accepts(norm, adapter):
@@ -178,12 +155,19 @@ def roundings_in_graph(run, *args):
     return {str(node.target).split(".")[1]: node.kwargs["rounding"] for node in nodes}
 
 
+COMPILED = {"rms_norm": "none", "silu_mul": "product"}
+WRITTEN = {"rms_norm": "after_weight", "silu_mul": "product"}
+KERNELS = {"rms_norm": "after_weight", "silu_mul": "activation_and_product"}
+TRACED = {"rms_norm": "before_and_after_weight", "silu_mul": "activation_and_product"}
+
+
 @pytest.mark.parametrize(
     ("backend", "implementation", "custom_ops", "expected"),
     [
-        ("inductor", "native", ["none"], {"rms_norm": "none", "silu_mul": "product"}),
-        ("inductor", "vllm_c", ["all"], {"rms_norm": "after_weight", "silu_mul": "activation_and_product"}),
-        ("eager", "native", ["none"], {"rms_norm": "before_and_after_weight", "silu_mul": "activation_and_product"}),
+        ("inductor", "native", ["none"], COMPILED),
+        ("inductor", "native", ["none", "+quant_fp8"], WRITTEN),
+        ("inductor", "vllm_c", ["all"], KERNELS),
+        ("eager", "native", ["none"], TRACED),
     ],
 )
 def test_rounding_of_compiled_code(config, norm, adapter, monkeypatch, backend, implementation, custom_ops, expected):
@@ -226,8 +210,7 @@ def test_paired_norm_compiles_without_a_break(norm, adapter, monkeypatch):
     graphs = []
     layer = torch.nn.Module()
     layer.norm, layer.linear = norm, consumer()
-    site = pairing.Site(pairing.RMS_NORM, "norm", ("linear",), frozenset({pairing.forward_hash(layer)}))
-    monkeypatch.setattr(pairing, "SITES", (site,))
+    monkeypatch.setattr(pairing, "BY_SHA", {pairing.forward_hash(layer): Forward("", "", feeds={"norm": "linear"})})
     monkeypatch.setattr(adapter, "_inductor", None)  # where compiled code rounds is another test's
     assert pairing.pair_model(layer)[0].reason is None
 
@@ -265,57 +248,55 @@ def test_quantizer_for_builds_without_one(shape):
         scaled_fp8_quant(x, torch.ones(2))
 
 
-ENGINE = Path(__file__).with_name("contract_engine.py")
-cpu_build = pytest.mark.skipif(torch.cuda.is_available(), reason="the script is for a CPU build of vLLM")
+@pytest.mark.parametrize("scheme", ["int8_token", "nvfp4", "mxfp8"])
+def test_quantizers_that_are_no_torch_formula_are_given_written_values(adapter, monkeypatch, scheme):
+    monkeypatch.setattr(adapter, "_inductor", vllm.INDUCTOR_ROUNDING["cuda"])
+    monkeypatch.setattr(adapter, "_native_acts", {"silu_mul": True})
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(vllm, "_norm_implementation", lambda has_residual: "native")
+    found = {
+        producer: adapter.rounding(producer, Reads(None, name, "row_major"), False)["rounding"]
+        for producer, name in (("rms_norm", scheme), ("silu_mul", scheme), ("gemma_rms_norm", scheme))
+    }
+    assert found == {"rms_norm": "after_weight", "silu_mul": "product", "gemma_rms_norm": "after_weight"}
+    assert adapter.rounding("rms_norm", Reads(None, "fp8_token", "row_major"), False) == {"rounding": "none"}
 
 
-def run_engine(tmp_path, *arguments, **environment):
-    done = subprocess.run(
-        [sys.executable, str(ENGINE), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_CACHE_ROOT": str(tmp_path), **environment},
-        timeout=550,
-        check=False,
-    )
-    found = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
-    assert found is not None, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(found.group(1)), done.stdout + done.stderr
+@pytest.mark.parametrize("residual", [False, True])
+def test_written_rounding_is_that_of_the_formula_compiled_alone(residual):
+    """What Inductor makes of the norm and the act when it must write them: no code differs from tq's."""
+    generator = torch.Generator().manual_seed(5)
+    x, r = torch.randn(2, 16, 2048, generator=generator).to(torch.bfloat16)
+    weight = torch.randn(2048, generator=generator).to(torch.bfloat16)
+
+    @torch.compile
+    def norm(x, r):
+        z = x.float() + r.float() if residual else x.float()
+        return (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)).to(weight.dtype) * weight
+
+    @torch.compile
+    def act(x):
+        return torch.nn.functional.silu(x[..., :1024]) * x[..., 1024:]
+
+    options = {"scheme": "fp8_group128", "min_scale": tq.SCHEMES["fp8_group128"].min_scale}
+    added = {"residual": r, "round_residual": False} if residual else {}
+    with tq.use_reference():
+        made = tq.rms_norm(x, weight, 1e-5, rounding=vllm.WRITTEN_ROUNDING.norm.rounding, **options, **added)
+        pairs = [(made[0] if residual else made, norm(x, r))]
+        pairs.append((tq.silu_mul(x, rounding=vllm.WRITTEN_ROUNDING.act, **options), act(x)))
+        for ours, y in pairs:
+            theirs = tq.quantize(y, scheme="fp8_group128")
+            assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
+            assert torch.equal(ours.scale, theirs.scale)
 
 
-NAMES = [
-    [f"model.layers.{i}.{producer}", f"model.layers.{i}.{linear}", "fp8_tensor", None]
-    for i in (0, 1)
-    for producer, linear in (
-        ("input_layernorm", "self_attn.qkv_proj"),
-        ("post_attention_layernorm", "mlp.gate_up_proj"),
-        ("mlp.act_fn", "mlp.down_proj"),
-    )
-]
-
-
-@cpu_build
-@pytest.mark.parametrize("family", [(), ("--qwen3",)], ids=["llama", "qwen3"])
-def test_engine_runs_every_boundary_fused(tmp_path, family):
-    result, log = run_engine(tmp_path, *family)
-    assert result["boundaries"] == NAMES
-    assert log.count("boundaries fused (rms_norm 4, silu_mul 2)") == 1
-    # Three forwards: the prompts together, then two steps of one token each.
-    assert result["calls"] == len(result["watched"]) == 3 * 6
-    for call in result["watched"]:
-        assert call["worst_step"] <= 1 and call["differing"] < 0.005 and call["residual"], call
-        if call["producer"] == "rms_norm":
-            assert call["options"]["rounding"] == "before_and_after_weight"
-    assert result["fingerprint"] == result["expected_fingerprint"]
-
-
-@cpu_build
-def test_engine_compiled_rounds_as_the_table_of_inductor_says(tmp_path):
-    inductor = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    result, _ = run_engine(tmp_path, "--compile", "--inductor-rounding", "none", **inductor)
-    assert result["boundaries"] == NAMES and result["watched"] == []
-    assert [len(tokens) for tokens in result["tokens"]] == [3, 3]
-    code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
-    calls = re.findall(r"torch\.ops\.tq\.(\w+)\.default\((.*)\)", code)
-    assert {producer for producer, _ in calls} == {"rms_norm", "silu_mul"}
-    assert all("rounding='none'" in arguments for _, arguments in calls)
+@pytest.mark.parametrize("loader", vllm.LOADERS)
+def test_a_model_is_seen_once_its_weights_are_final_whichever_loader_ran(monkeypatch, loader):
+    events = []
+    modules = {name: importlib.import_module(f"vllm.model_executor.model_loader.{name}") for name in vllm.LOADERS}
+    for module in modules.values():
+        monkeypatch.setattr(module, "process_weights_after_loading", lambda *args: events.append(("final", args)))
+    for _ in range(2):
+        vllm.hook_model_loading(lambda model: events.append(("seen", model)))
+    modules[loader].process_weights_after_loading("model", "config", "device")
+    assert events == [("final", ("model", "config", "device")), ("seen", "model")]

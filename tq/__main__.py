@@ -1,4 +1,4 @@
-"""`python -m tq`: check the kernels, run a real model through vLLM."""
+"""`python -m tq`: check the kernels, explain what is fused in a model, run a real one through vLLM."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import typer
 
 from tq.cli.check import check
+from tq.cli.explain import explain
 from tq.cli.run_vllm import run_vllm
 
 
@@ -20,6 +21,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "tq", *sys.argv[1:]])
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.command()(check)
+    app.command()(explain)
     app.command("run-vllm")(run_vllm)
     app()
 

@@ -1,6 +1,7 @@
 """Contract between tq's producers and a serving engine's linear layers. Importing it does not import vLLM."""
 
 from tq.contract.api import (
+    expose_input_quant_key,
     get_input_quant_key,
     get_input_quant_scheme,
     rms_norm_input_quant,
@@ -14,6 +15,7 @@ __all__ = [
     "Boundary",
     "InputQuantScales",
     "Report",
+    "expose_input_quant_key",
     "get_input_quant_key",
     "get_input_quant_scales",
     "get_input_quant_scheme",

@@ -8,7 +8,7 @@ import torch
 
 from tq.contract import vllm
 from tq.contract.route import RMS_NORM, SILU_MUL, Adapter, route, state
-from tq.contract.scales import attribute
+from tq.contract.scales import attribute, kernel_of
 
 
 def get_input_quant_key(linear: Any) -> Any:
@@ -20,7 +20,19 @@ def get_input_quant_key(linear: Any) -> Any:
 def get_input_quant_scheme(linear: Any) -> str | None:
     """Scheme name of `get_input_quant_key(linear)`, or `None` when tq has no such scheme."""
     adapter = _adapter()
-    return None if adapter is None else adapter.schemes.get(adapter.get_input_quant_key(linear))
+    key = None if adapter is None else adapter.get_input_quant_key(linear)
+    reads = None if adapter is None or key is None else adapter.reads(kernel_of(linear), key)
+    return None if reads is None else reads.scheme
+
+
+def expose_input_quant_key(linear: Any) -> str | None:
+    """Let `linear`, whose kernel quantizes its own input, take a quantized one; returns why it cannot, or `None`.
+
+    Call it once the layer's weights are loaded. A paired model needs no such call. `tq.contract.kernels.CONSUMERS`
+    lists the kernels.
+    """
+    adapter = _adapter()
+    return "no supported serving engine is loaded" if adapter is None else adapter.accept(linear)
 
 
 def rms_norm_input_quant(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None, linear: Any = None) -> Any:

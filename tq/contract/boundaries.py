@@ -19,15 +19,18 @@ class Boundary:
     """One place where a producer feeds a linear layer.
 
     name: module name of the producer, such as "model.layers.0.input_layernorm".
-    producer: name in `tq.PRODUCERS`. consumer: module name of the linear layer.
-    scheme: name in `tq.SCHEMES`, `None` when not fused. reason: why not fused, `None` when fused.
+    producer: name in `tq.PRODUCERS`, or of the module's class where there is none. consumer: module name of the linear
+    layer, "" where it is not known. kernel: class that runs it. scheme: name in `tq.SCHEMES`, and layout, of its
+    scales, `None` when not fused. reason: why not fused, `None` when fused.
     calls: fused calls run by Python; compiled code and graph replays do not pass through Python.
     """
 
     name: str
     producer: str
     consumer: str
+    kernel: str | None = None
     scheme: str | None = None
+    layout: str | None = None
     reason: str | None = None
     calls: int = 0
 
@@ -54,8 +57,10 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.fused} of {self.total} boundaries fused" + (f" ({self.disabled})" if self.disabled else "")]
         for boundary in self.boundaries:
-            outcome = boundary.scheme if boundary.reason is None else f"not fused: {boundary.reason}"
-            lines.append(f"{boundary.name} -> {boundary.consumer} [{boundary.producer}] {outcome}")
+            outcome = f"not fused: {boundary.reason}"
+            if boundary.reason is None:
+                outcome = f"{boundary.scheme}, {boundary.layout} scales, {boundary.kernel}"
+            lines.append(f"{boundary.name} -> {boundary.consumer or '?'} [{boundary.producer}] {outcome}")
         return "\n".join(lines)
 
 
@@ -108,6 +113,8 @@ def called(boundary: Boundary | None, producer: str, args: tuple[Any, ...], kwar
 
 def summary(boundaries: list[Boundary]) -> str:
     """'2 of 3 boundaries fused (rms_norm 2); not fused: 1 (<reason>)'"""
+    if not boundaries:
+        return "no boundaries fused: no layer of the model is a known one"
     counts = Counter(boundary.producer for boundary in boundaries if boundary.reason is None)
     reasons = Counter(boundary.reason for boundary in boundaries if boundary.reason is not None)
     detail = ", ".join(f"{producer} {count}" for producer, count in sorted(counts.items()))

@@ -4,70 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+import tq
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
-from tq.contract.route import NO_KEY, RMS_NORM, SILU_MUL, Fusion, plan, route, state
+from tq.contract.consumers import NOT_LISTED
+from tq.contract.route import FUSIONS, SILU_MUL, Adapter, Fusion, plan, route, state
 from tq.contract.scales import attribute, implementation
+from tq.contract.sites import BY_SHA, USUAL_PRODUCERS
 
-# SHA-256 (first 16 hex digits) of the source of forward methods whose data flow was read: the producer's output
-# reaches nothing but the consumer. The same in vLLM 0.32 and 0.33. A subclass with the same forward is covered; one
-# that overrides it, or another release that changes it, is not, and stays unfused.
-KNOWN_DECODERS = {
-    "71daafe15adcfe3d",  # LlamaDecoderLayer
-    "432f56af86f4d7de",  # MistralDecoderLayer
-    "ed1f90a51dab0fe3",  # Qwen2DecoderLayer, Qwen3DecoderLayer
-}
-KNOWN_ATTENTIONS = {
-    "4408c421cfca87e3",  # LlamaAttention
-    "e9ab3a3ad35f47cb",  # MistralAttention
-    "ba0c8dad0d653295",  # Qwen2Attention
-    "0cd83a1ca6e0b9d9",  # Qwen3Attention
-}
-MLPS_CALLING_ACT = {
-    "643e2a950d96a35c",  # MistralMLP
-    "42d88f10393524ea",  # Qwen2MLP, Qwen3MLP
-}
-MLPS_CALLING_TABLE = {
-    # LlamaMLP: calls maybe_fused_act_quant, which calls a module whose type is not in its table, as a routed one's.
-    "33cd5706cd8a0f90",
-}
+NORMS = ("rms_norm", "gemma_rms_norm")
 
 
-@dataclass(frozen=True)
-class Site:
-    """Producer `module` of a parent feeds parent.<path>; parent and the owner of the linear must be known forwards."""
+class Site(NamedTuple):
+    """Producer `name` of a module feeds the linear layer at `path` from there; refusal: why that does not hold."""
 
-    fusion: Fusion
-    module: str
-    path: tuple[str, ...]
-    known_parents: frozenset[str]
-    known_owners: frozenset[str] = frozenset()
-
-
-SITES = (
-    Site(
-        RMS_NORM,
-        "input_layernorm",
-        ("self_attn", "qkv_proj"),
-        frozenset(KNOWN_DECODERS),
-        frozenset(KNOWN_ATTENTIONS),
-    ),
-    Site(
-        RMS_NORM,
-        "post_attention_layernorm",
-        ("mlp", "gate_up_proj"),
-        frozenset(KNOWN_DECODERS),
-        frozenset(MLPS_CALLING_ACT | MLPS_CALLING_TABLE),
-    ),
-    Site(SILU_MUL, "act_fn", ("down_proj",), frozenset(MLPS_CALLING_ACT | MLPS_CALLING_TABLE)),
-)
+    name: str
+    path: tuple[str, ...] = ()
+    refusal: str | None = None
 
 
 def pair_model(model: torch.nn.Module, norms_stand_aside: str | None = None) -> list[Boundary]:
@@ -75,49 +37,104 @@ def pair_model(model: torch.nn.Module, norms_stand_aside: str | None = None) -> 
 
     norms_stand_aside: why norms must stay plain in this model, or `None`.
     """
-    found = []
-    for prefix, parent in model.named_modules():
-        for site in SITES:
-            module = getattr(parent, site.module, None)
-            if isinstance(module, torch.nn.Module):
-                aside = norms_stand_aside if site.fusion is RMS_NORM else None
-                found.append(_pair(site, prefix, parent, module, aside))
+    adapter = state.adapter
+    if adapter is None:
+        raise RuntimeError("pair_model: an adapter must be loaded, got none; call tq.contract.vllm.load_adapter()")
+    found = [
+        _pair(adapter, site, prefix, parent, norms_stand_aside)
+        for prefix, parent in model.named_modules()
+        for site in sites(adapter, parent)
+    ]
     boundaries.record(model, found)
     return found
 
 
-def _pair(site: Site, prefix: str, parent: torch.nn.Module, module: Any, stand_aside: str | None) -> Boundary:
+def sites(adapter: Adapter, parent: torch.nn.Module) -> Iterator[Site]:
+    """Sites of which `parent` owns the producer. Of a module that was not read, those whose names are usual ones."""
+    forward = BY_SHA.get(forward_hash(parent))
+    if forward is None:
+        refusal = f"the forward of {type(parent).__name__} is not a known one"
+        for name in sorted(USUAL_PRODUCERS):
+            if adapter.producer_of(getattr(parent, name, None)) is not None:
+                yield Site(name, (), refusal)
+        return
+    for name, linear in forward.feeds.items():
+        if isinstance(getattr(parent, name, None), torch.nn.Module):
+            yield Site(name, (linear,), forward.refusal(name, parent))
+    for name, child in forward.hands.items():
+        if isinstance(getattr(parent, name, None), torch.nn.Module):
+            yield _handed(name, child, getattr(parent, child, None), forward.refusal(name, parent))
+
+
+def _handed(name: str, child: str, module: Any, refusal: str | None) -> Site:
+    """Site of a producer whose output enters `module`."""
+    if module is None:
+        return Site(name, (child,), refusal or f"the layer has no {child}")
+    forward = BY_SHA.get(forward_hash(module))
+    if forward is None or not forward.enters:
+        return Site(name, (child,), refusal or f"the forward of {type(module).__name__} is not a known one")
+    return Site(name, (child, forward.enters), refusal or forward.refusal(forward.enters, module))
+
+
+def _pair(
+    adapter: Adapter, site: Site, prefix: str, parent: torch.nn.Module, norms_stand_aside: str | None
+) -> Boundary:
     def named(*parts: str) -> str:
         return ".".join(filter(None, (prefix, *parts)))
 
-    boundary = Boundary(named(site.module), site.fusion.producer, named(*site.path))
-    reason = stand_aside or _structure_refusal(site, parent, module)
+    module: Any = getattr(parent, site.name)
+    linear = _resolve(parent, site.path) if site.refusal is None else None
+    producer = adapter.producer_of(module)
+    boundary = Boundary(named(site.name), producer or _class_name(module), named(*site.path) if site.path else "")
+    reason = site.refusal
+    if reason is None and switched_off(boundary):
+        reason = "switched off by TQ_DISABLE_BOUNDARIES"
+    if reason is None and producer in NORMS:
+        reason = norms_stand_aside
+    if reason is None and producer not in tq.PRODUCERS:
+        reason = f"no producer for {_class_name(module)}"
+    if reason is None and getattr(module, "tq_parent", parent) is not parent:
+        reason = "the module is shared by two parents"
+    if linear is not None:
+        boundary.kernel = implementation(linear)
+        linear.tq_off = reason == "switched off by TQ_DISABLE_BOUNDARIES"
     if reason is None:
-        consumer = _resolve(parent, site.path)
-        planned = plan(site.fusion, module, consumer)
-        if isinstance(planned, str):
-            reason = f"{planned} ({implementation(consumer)})" if planned == NO_KEY else planned
-        else:
-            boundary.scheme = planned.options["scheme"]
+        reason = _fuse(adapter, FUSIONS[str(producer)], site, parent, module, linear, boundary)
     boundary.reason = reason
     if reason is not None:
         unpair(module)
-    else:
-        _swap(site, parent, module, boundary)
+        if linear is not None:
+            adapter.withdraw(linear)
     return boundary
 
 
-def _structure_refusal(site: Site, parent: torch.nn.Module, module: Any) -> str | None:
-    if forward_hash(parent) not in site.known_parents:
-        return f"the forward of {type(parent).__name__} is not a known one"
-    owner = _resolve(parent, site.path[:-1])
-    if site.known_owners and forward_hash(owner) not in site.known_owners:
-        return f"the forward of {type(owner).__name__} is not a known one"
-    if site.module == "post_attention_layernorm" and getattr(parent, "ada_rms_norm_t_cond", None) is not None:
-        return "the norm's output is multiplied before the consumer"
-    if getattr(module, "tq_parent", parent) is not parent:
-        return "the module is shared by two parents"
+def _fuse(
+    adapter: Adapter, fusion: Fusion, site: Site, parent: torch.nn.Module, module: Any, linear: Any, boundary: Boundary
+) -> str | None:
+    """Let the consumer take a quantized input and route the producer; why that cannot be, or `None`."""
+    refusal = None if linear is None else adapter.accept(linear)
+    planned = refusal or plan(fusion, module, linear)
+    if isinstance(planned, str):
+        return f"{planned} ({boundary.kernel})" if planned == NOT_LISTED else planned
+    boundary.scheme, boundary.layout = planned.reads.scheme, planned.reads.layout
+    _swap(fusion, site.path, parent, module, boundary)
     return None
+
+
+def switched_off(boundary: Boundary) -> bool:
+    """Whether a pattern of `TQ_DISABLE_BOUNDARIES` (comma-separated, as in fnmatch) fits the boundary.
+
+    A pattern is compared with the producer's module name, with the consumer's and with the kind of producer:
+    "model.layers.0.*", "*.down_proj", "silu_mul".
+    """
+    patterns = os.environ.get("TQ_DISABLE_BOUNDARIES", "").split(",")
+    names = (boundary.name, boundary.consumer, boundary.producer)
+    return any(fnmatchcase(name, pattern.strip()) for name in names for pattern in patterns if pattern.strip())
+
+
+def _class_name(module: Any) -> str:
+    kind = type(module)
+    return getattr(kind, "tq_base", kind).__name__
 
 
 def forward_hash(module: Any) -> str:
@@ -161,13 +178,13 @@ def _routed_class(base: Any, fusion: Fusion) -> type:
     return type(f"Tq{base.__name__}", (base,), members)
 
 
-def _swap(site: Site, parent: torch.nn.Module, module: Any, boundary: Boundary) -> None:
+def _swap(fusion: Fusion, path: tuple[str, ...], parent: torch.nn.Module, module: Any, boundary: Boundary) -> None:
     # Past nn.Module.__setattr__, which would register the parent as a child of its own child.
     object.__setattr__(module, "tq_parent", parent)
-    object.__setattr__(module, "tq_path", site.path)
+    object.__setattr__(module, "tq_path", path)
     object.__setattr__(module, "tq_boundary", boundary)
     base: Any = getattr(type(module), "tq_base", type(module))
-    module.__class__ = _routed_class(base, site.fusion)
+    module.__class__ = _routed_class(base, fusion)
 
 
 def unpair(module: Any) -> None:
@@ -179,14 +196,26 @@ def unpair(module: Any) -> None:
             object.__delattr__(module, name)
 
 
-def act_row(x: torch.Tensor, linear: Any) -> Any:
-    """Row of vLLM's table of fused activations, for acts that are not routed, where `act_row_supports` holds."""
-    return route(SILU_MUL, None, x, None, linear, _no_plain_form)
+def act_row(own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Row of vLLM's table of fused activations, for acts that are not routed; `own` is the one that was there."""
+
+    def row(x: torch.Tensor, linear: Any) -> Any:
+        def plain(x: torch.Tensor) -> Any:
+            if own is None:
+                raise RuntimeError("silu_mul: the consumer must stay the same during a call; run the layer again")
+            return own(x, linear)
+
+        return route(SILU_MUL, None, x, None, linear, plain)
+
+    return row
 
 
-def act_row_supports(act: Any, x: torch.Tensor, linear: Any) -> bool:
-    return state.adapter is not None and not isinstance(plan(SILU_MUL, act, linear, x), str)
+def act_row_supports(own: Callable[..., Any] | None, own_supports: Callable[..., bool] | None) -> Callable[..., bool]:
+    """Whether the row has something to call."""
 
+    def supports(act: Any, x: torch.Tensor, linear: Any) -> bool:
+        if not isinstance(plan(SILU_MUL, act, linear, x), str):
+            return True
+        return own is not None and (own_supports is None or own_supports(act, x, linear))
 
-def _no_plain_form(*args: Any) -> Any:
-    raise RuntimeError("silu_mul: the consumer changed between the support check and the call; run the layer again")
+    return supports

@@ -6,6 +6,7 @@ import hashlib
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,8 +21,8 @@ def register() -> None:
     """Let tq serve vLLM in this process: fuse what can be fused in every model loaded from now on.
 
     Called by vLLM in each of its processes, and callable by hand; the second call does nothing. Never raises: on any
-    failure tq logs it and stays out. `TQ_DISABLE=1` in the environment does the same without a message. Does not
-    initialise a device.
+    failure tq logs it and stays out. `TQ_DISABLE=1` in the environment does the same without a message;
+    `TQ_DISABLE_BOUNDARIES` names boundaries to leave alone (`pairing.switched_off`). Does not initialise a device.
     """
     global _registered
     if _registered:
@@ -64,12 +65,22 @@ def _after_loading(model: torch.nn.Module) -> None:
     )
 
 
-@lru_cache(maxsize=1)
+SETTINGS = ("TQ_DISABLE_BOUNDARIES", "TQ_REFERENCE")
+
+
 def fingerprint() -> str:
-    """'<version>:<hash of every source file of tq>'"""
+    """'<version>:<hash of every source file of tq, and of the settings that change what is fused>'"""
+    digest = _sources().copy()
+    for name in SETTINGS:
+        digest.update(f"{name}={os.environ.get(name, '')}\n".encode())
+    return f"{tq.__version__}:{digest.hexdigest()[:16]}"
+
+
+@lru_cache(maxsize=1)
+def _sources() -> Any:
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
-    return f"{tq.__version__}:{digest.hexdigest()[:16]}"
+    return digest

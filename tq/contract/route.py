@@ -12,16 +12,30 @@ import torch
 import tq
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
-from tq.contract.scales import attribute, input_quant_scale
+from tq.contract.consumers import NOT_LISTED, Reads
+from tq.contract.scales import attribute, input_quant_scale, kernel_of
+from tq.kernels.schemes import SCHEMES, Scheme
 
 DTYPES = (torch.bfloat16, torch.float16)
-STATIC_SCHEMES = ("fp8_tensor",)
-GROUP_SIZES = {"fp8_group128": 128}
 # Both are read once, when Triton and tq are imported.
 _RUNS_ON_CPU = any(
     os.environ.get(name, "0").lower() in ("1", "true", "on", "yes") for name in ("TRITON_INTERPRET", "TQ_REFERENCE")
 )
-NO_KEY = "the consumer takes no quantized input"
+
+
+class ScaleOption(NamedTuple):
+    """An option of tq's producers, the field of `InputQuantScales` it takes, and whether it must be there."""
+
+    option: str
+    field: str
+    required: bool
+
+
+STATIC_SCALE = ScaleOption("scale", "static_scale", True)
+UPPER_BOUND = ScaleOption("scale_ub", "scale_ub", False)
+# NVFP4 multiplies by the inverse of the second-level scale; its other scales are computed.
+GLOBAL_SCALE_INV = ScaleOption("global_scale_inv", "global_scale_inv", True)
+SCALE_OPTIONS = {"nvfp4": GLOBAL_SCALE_INV}
 
 
 class NormRounding(NamedTuple):
@@ -31,19 +45,25 @@ class NormRounding(NamedTuple):
     round_residual: bool
     in_place: bool = False
 
+    def options(self, has_residual: bool) -> dict[str, Any]:
+        """Options of a norm, in a dictionary of the caller's own; `in_place` is left for `_norm_call` to take out."""
+        if not has_residual:
+            return {"rounding": self.rounding}
+        return {"rounding": self.rounding, "round_residual": self.round_residual, "in_place": self.in_place}
+
 
 class Adapter(Protocol):
     """What the contract needs to know about the serving engine."""
 
-    schemes: dict[Any, str]  # input quantization key -> scheme name; looked up by equality
     refuses_all: str | None  # why nothing may be fused in this process
 
     def get_input_quant_key(self, linear: Any) -> Any: ...
-    def is_rms_norm(self, module: Any) -> bool: ...
-    def is_silu_mul(self, module: Any) -> bool: ...
-    def norm_rounding(self, has_residual: bool) -> NormRounding | None: ...
-    def act_rounding(self) -> str: ...
-    def wrap(self, activation: Any, key: Any) -> Any: ...
+    def reads(self, kernel: Any, key: Any) -> Reads | None: ...
+    def accept(self, linear: Any) -> str | None: ...
+    def withdraw(self, linear: Any) -> None: ...
+    def producer_of(self, module: Any) -> str | None: ...
+    def rounding(self, producer: str, reads: Reads, has_residual: bool) -> dict[str, Any] | None: ...  # a new one
+    def wrap(self, activation: Any, reads: Reads) -> Any: ...
 
 
 class _State:
@@ -57,22 +77,20 @@ class Plan(NamedTuple):
     """options: keyword arguments of the public function, from scheme and scales to the rounding."""
 
     adapter: Adapter
-    key: Any
+    reads: Reads
     options: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """How one producer is planned and called.
+    """How one producer of tq is planned and called in place of the engine's module that computes the same.
 
-    refusal(adapter, module, x): why this module cannot be fused, or `None`; x is `None` before the first call.
-    rounding(adapter, has_residual): the rounding options, or `None` when they are not known.
+    refusal(module, x): why this module cannot be fused, or `None`; x is `None` before the first call.
     call(module, x, residual, options): (function, args, kwargs) of tq's public API.
     """
 
     producer: str
-    refusal: Callable[[Adapter, Any, torch.Tensor | None], str | None]
-    rounding: Callable[[Adapter, bool], dict[str, Any] | None]
+    refusal: Callable[[Any, torch.Tensor | None], str | None]
     call: Callable[[Any, torch.Tensor, torch.Tensor | None, dict[str, Any]], tuple[Callable[..., Any], tuple, dict]]
     inputs_per_output: int = 1
 
@@ -91,29 +109,43 @@ def plan(
         return adapter.refuses_all
     if linear is None:
         return "no consumer"
+    if linear.__dict__.get("tq_off"):
+        return "switched off"
     if attribute(linear, "input_is_parallel") is False:
         return "the consumer splits its input, which must be a plain tensor"
     key = adapter.get_input_quant_key(linear)
     if key is None:
-        return NO_KEY
-    scheme = adapter.schemes.get(key)
-    if scheme is None:
+        return NOT_LISTED
+    kernel = kernel_of(linear)
+    reads = adapter.reads(kernel, key)
+    if reads is None:
         return "no scheme for the consumer's input quantization key"
-    scale = input_quant_scale(linear, "static_scale" if scheme in STATIC_SCHEMES else "scale_ub")
-    if scheme in STATIC_SCHEMES and (scale is None or scale.dtype != torch.float32):
+    scheme = SCHEMES[reads.scheme]
+    dynamic = scheme.dynamic
+    wanted = SCALE_OPTIONS.get(scheme.name) or (UPPER_BOUND if dynamic else STATIC_SCALE)
+    scale = input_quant_scale(linear, wanted.field, kernel)
+    weight = _any_parameter(linear) if x is None else None
+    weightless = weight is not None and weight.is_meta  # a model that is only explained
+    if wanted.required and not weightless and (scale is None or scale.dtype != torch.float32):
         return "the consumer has no single fp32 input scale"
-    refusal = fusion.refusal(adapter, module, x)
+    # A row of vLLM's table is called without the module, whose type the table has matched.
+    if module is not None and adapter.producer_of(module) != fusion.producer:
+        return "the module is not what the producer computes"
+    refusal = fusion.refusal(module, x)
     if refusal is None:
-        refusal = _device_refusal(getattr(linear, "weight", None)) if x is None else _input_refusal(fusion, scheme, x)
+        refusal = _device_refusal(weight) if x is None else _input_refusal(fusion, scheme, x)
     if refusal is not None:
         return refusal
-    options = fusion.rounding(adapter, residual is not None)
+    options = adapter.rounding(fusion.producer, reads, residual is not None)
     if options is None:
         return "the plain module runs an implementation of unknown rounding"
-    options["scheme"] = scheme
+    options["scheme"] = scheme.name
+    if dynamic:
+        # What is replaced is a plain module and the quantizer after it, whose least scale is the scheme's.
+        options["layout"], options["min_scale"] = reads.layout, scheme.min_scale
     if scale is not None:
-        options["scale" if scheme in STATIC_SCHEMES else "scale_ub"] = scale
-    return Plan(adapter, key, options)
+        options[wanted.option] = scale
+    return Plan(adapter, reads, options)
 
 
 def route(
@@ -134,32 +166,35 @@ def route(
     if not torch.compiler.is_compiling():
         boundaries.called(boundary, fusion.producer, args, kwargs, result)
     activation = result if residual is None else result[0]
-    wrapped = planned.adapter.wrap(activation, planned.key)
+    wrapped = planned.adapter.wrap(activation, planned.reads)
     return wrapped if residual is None else (wrapped, result[1])
 
 
-def _input_refusal(fusion: Fusion, scheme: str, x: Any) -> str | None:
+def _any_parameter(linear: Any) -> torch.Tensor | None:
+    # Not one of a certain name: a kernel may keep its weight elsewhere.
+    return next(iter(linear.parameters()), None)
+
+
+def _input_refusal(fusion: Fusion, scheme: Scheme, x: Any) -> str | None:
     if not isinstance(x, torch.Tensor):
         return "the input is not a tensor"
     if x.dtype not in DTYPES:
         return "the input is neither bf16 nor fp16"
     if x.stride(-1) != 1:
         return "the input's last dimension is strided"
-    if scheme in GROUP_SIZES and x.shape[-1] // fusion.inputs_per_output % GROUP_SIZES[scheme] != 0:
+    if scheme.group and x.shape[-1] // fusion.inputs_per_output % scheme.group != 0:
         return "the row is not a multiple of the scale group"
     return _device_refusal(x)
 
 
 def _device_refusal(tensor: Any) -> str | None:
     """Why no kernel runs on the device of an input, or of a layer's weight."""
-    if not isinstance(tensor, torch.Tensor) or tensor.is_cuda or (tensor.is_cpu and _RUNS_ON_CPU):
+    if not isinstance(tensor, torch.Tensor) or tensor.is_cuda or tensor.is_meta or (tensor.is_cpu and _RUNS_ON_CPU):
         return None
     return "no kernels for this device (on a CPU, set TRITON_INTERPRET=1 or TQ_REFERENCE=1)"
 
 
-def _rms_norm_refusal(adapter: Adapter, norm: Any, x: torch.Tensor | None) -> str | None:
-    if not adapter.is_rms_norm(norm):
-        return "not a plain RMSNorm"
+def _norm_refusal(norm: Any, x: torch.Tensor | None) -> str | None:
     if getattr(norm, "variance_size_override", None) is not None:
         return "the variance is taken over a part of the row"
     weight = attribute(norm, "weight")
@@ -170,40 +205,43 @@ def _rms_norm_refusal(adapter: Adapter, norm: Any, x: torch.Tensor | None) -> st
     return None
 
 
-def _rms_norm_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any] | None:
-    found = adapter.norm_rounding(has_residual)
-    if found is None:
-        return None
-    options: dict[str, Any] = {"rounding": found.rounding}
-    if has_residual:
-        options["round_residual"] = found.round_residual
-        options["in_place"] = found.in_place
-    return options
-
-
-def _rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
+def _norm_call(
+    function: Callable[..., Any], norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]
+) -> tuple:
+    arguments = (x, attribute(norm, "weight"), norm.variance_epsilon)
     if residual is None:
-        return tq.rms_norm, (x, attribute(norm, "weight"), norm.variance_epsilon), options
+        return function, arguments, options
     kwargs = {**options, "residual": residual}
     # As the plain norm does, which saves an allocation in each call. Not where code is traced, which wants values and
     # no writes, nor for an observer, who is promised the residual from before the addition.
-    if kwargs.pop("in_place") and not torch.compiler.is_compiling() and not boundaries.observers:
+    if kwargs.pop("in_place", False) and not torch.compiler.is_compiling() and not boundaries.observers:
         kwargs["residual_out"] = residual
-    return tq.rms_norm, (x, attribute(norm, "weight"), norm.variance_epsilon), kwargs
+    return function, arguments, kwargs
 
 
-def _silu_mul_refusal(adapter: Adapter, act: Any, x: torch.Tensor | None) -> str | None:
-    # A row of vLLM's table is called without the module, whose type the table has matched.
-    return None if act is None or adapter.is_silu_mul(act) else "not a plain SiLU-and-multiply"
+def _rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
+    return _norm_call(tq.rms_norm, norm, x, residual, options)
 
 
-def _silu_mul_rounding(adapter: Adapter, has_residual: bool) -> dict[str, Any]:
-    return {"rounding": adapter.act_rounding()}
+def _gemma_rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
+    return _norm_call(tq.PRODUCERS["gemma_rms_norm"], norm, x, residual, options)
+
+
+def _act_refusal(act: Any, x: torch.Tensor | None) -> None:
+    return None
 
 
 def _silu_mul_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
     return tq.silu_mul, (x,), options
 
 
-RMS_NORM = Fusion("rms_norm", _rms_norm_refusal, _rms_norm_rounding, _rms_norm_call)
-SILU_MUL = Fusion("silu_mul", _silu_mul_refusal, _silu_mul_rounding, _silu_mul_call, inputs_per_output=2)
+def _gelu_mul_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
+    return tq.PRODUCERS["gelu_mul"], (x,), {**options, "approximate": act.approximate}
+
+
+RMS_NORM = Fusion("rms_norm", _norm_refusal, _rms_norm_call)
+GEMMA_RMS_NORM = Fusion("gemma_rms_norm", _norm_refusal, _gemma_rms_norm_call)
+SILU_MUL = Fusion("silu_mul", _act_refusal, _silu_mul_call, inputs_per_output=2)
+GELU_MUL = Fusion("gelu_mul", _act_refusal, _gelu_mul_call, inputs_per_output=2)
+
+FUSIONS = {fusion.producer: fusion for fusion in (RMS_NORM, GEMMA_RMS_NORM, SILU_MUL, GELU_MUL)}

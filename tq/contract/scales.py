@@ -40,17 +40,18 @@ def get_input_quant_scales(linear: Any) -> InputQuantScales:
     has more than one element, is reported as `None`. Attribute names are those of the kernel behind the layer (vLLM
     `ScaledMMLinearKernel.layer_param_names`).
     """
+    kernel = kernel_of(linear)
     return InputQuantScales(
-        input_quant_scale(linear, "static_scale"),
-        input_quant_scale(linear, "global_scale_inv"),
-        input_quant_scale(linear, "scale_ub"),
+        input_quant_scale(linear, "static_scale", kernel),
+        input_quant_scale(linear, "global_scale_inv", kernel),
+        input_quant_scale(linear, "scale_ub", kernel),
     )
 
 
-def input_quant_scale(linear: Any, field: str) -> torch.Tensor | None:
-    """One field of `get_input_quant_scales(linear)`."""
+def input_quant_scale(linear: Any, field: str, kernel: Any) -> torch.Tensor | None:
+    """One field of `get_input_quant_scales(linear)`; kernel: `kernel_of(linear)`."""
     if own_accessor is None:
-        value = attribute(linear, _parameter_name(linear, field))
+        value = attribute(linear, _parameter_name(kernel, field))
     else:
         value = getattr(own_accessor(linear), field, None)
     return value if isinstance(value, torch.Tensor) and value.numel() == 1 else None
@@ -69,7 +70,7 @@ def attribute(owner: Any, name: str) -> Any:
     return getattr(owner, name) if hasattr(type(owner), name) else None
 
 
-def _kernel(linear: Any) -> Any:
+def kernel_of(linear: Any) -> Any:
     """The object that runs the layer's matrix product, or `None`."""
     for holder_name in _KERNEL_HOLDERS:
         holder = attribute(linear, holder_name)
@@ -81,17 +82,18 @@ def _kernel(linear: Any) -> Any:
     return None
 
 
-def _parameter_name(linear: Any, field: str) -> str:
-    """Name that a field of `InputQuantScales` has on `linear`."""
+def _parameter_name(kernel: Any, field: str) -> str:
+    """Name that a field of `InputQuantScales` has on the layer of `kernel`."""
     if field == "global_scale_inv":
         return "input_global_scale_inv"
-    names: Any = getattr(_kernel(linear), "layer_param_names", ())
-    # (weight, weight scale, input scale, bound) are those of the FP8 kernels; others have other lists.
-    if len(names) == 4:
-        return names[2] if field == "static_scale" else names[3]
-    return "input_scale" if field == "static_scale" else "input_scale_ub"
+    names: Any = getattr(kernel, "layer_param_names", ())
+    # FP8: (weight, weight scale, input scale, bound). INT8: (weight, weight scale, input scale, zero point, its term).
+    if field == "static_scale":
+        return names[2] if len(names) in (4, 5) else "input_scale"
+    return names[3] if len(names) == 4 else "input_scale_ub"
 
 
 def implementation(linear: Any) -> str:
     """Name of the class behind `linear`: its kernel's, else its quantization method's, else its own."""
-    return type(_kernel(linear) or getattr(linear, "quant_method", None) or linear).__name__
+    kind = type(kernel_of(linear) or getattr(linear, "quant_method", None) or linear)
+    return getattr(kind, "tq_base", kind).__name__

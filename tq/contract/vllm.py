@@ -1,18 +1,25 @@
-"""Everything that depends on vLLM's internals. Imports vLLM only when called; supports the minors in `SUPPORTED`."""
+"""Everything that depends on vLLM's internals. Imports vLLM only when called; supports the releases in `SUPPORTED`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
-from tq.contract import scales
+from tq.contract import consumers, scales
+from tq.contract.consumers import Reads
 from tq.contract.route import NormRounding, state
 
-SUPPORTED = ("0.32", "0.33")
+# Those whose sources were read and tested against: release -> whether only its CPU build.
+SUPPORTED = {"0.33.0": False, "0.32.0": True}
+
+# Modules of loaders that finish a model's weights: most inherit the first.
+LOADERS = ("base_loader", "weight_cache.ipc_loader")
 
 # Below the "vllm" logger, so that the line appears where vLLM's own do.
 logger = logging.getLogger("vllm.tq")
@@ -24,8 +31,16 @@ def unsupported_version() -> str | None:
         from vllm.version import __version__ as version
     except ImportError:
         return "vLLM is not installed"
-    minor = ".".join(version.split(".")[:2])
-    return None if minor in SUPPORTED else f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED)})"
+    only_cpu = SUPPORTED.get(version.split("+")[0])  # what follows says how it was built
+    if only_cpu is None:
+        return f"vLLM {version} is not supported (supported: {', '.join(SUPPORTED)})"
+    return f"vLLM {version} is supported as its CPU build alone" if only_cpu and not _on_cpu() else None
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
 
 
 # vLLM runs RMSNorm through an operator with several implementations: its CUDA kernel in eager mode, the torch formula
@@ -37,7 +52,9 @@ _NORM_ROUNDING = {
     "vllm_c": NormRounding("after_weight", True, in_place=True),
 }
 
-# bf16(bf16(silu(gate)) * up) is what both the module's torch formula and `_C.silu_and_mul` compute.
+_GEMMA_ROUNDING = NormRounding("after_weight", False)
+
+# bf16(bf16(act(gate)) * up) is what both the module's torch formula and vLLM's kernel compute.
 _ACT_ROUNDING = "activation_and_product"
 
 
@@ -48,13 +65,18 @@ class Rounding(NamedTuple):
     act: str
 
 
-# The torch formulas compiled by Inductor together with the static quantization after them, by vLLM's device type.
-# Inductor leaves out the roundings between operations that it fuses: with torch 2.13 on a CPU, no code of 131,072
+# The torch formulas compiled by Inductor together with the quantizer after them, by vLLM's device type. Inductor leaves
+# out the roundings between operations that it fuses: with torch 2.13 on a CPU and a static scale, no code of 131,072
 # differs from those of unrounded values, and 2 % differ from those with both roundings.
 INDUCTOR_ROUNDING = {
     "cuda": Rounding(NormRounding("none", False), "none"),
     "cpu": Rounding(NormRounding("none", False), "none"),
 }
+
+# The same before a quantizer that Inductor does not see into, for which the activation is written, and so rounded once:
+# no code of 131,072 differs. vLLM's quantizers of FP8 are seen into unless switched on as operators, which it does
+# itself for models with blocks; all others never are.
+WRITTEN_ROUNDING = Rounding(NormRounding("after_weight", False), "product")
 
 
 # vLLM's operators without and with a residual; set by the adapter, since an import costs time in each forward.
@@ -68,36 +90,65 @@ def _norm_implementation(has_residual: bool) -> str:
 
 
 class VllmAdapter:
-    """`tq.contract.route.Adapter` for vLLM 0.32 and 0.33."""
+    """`tq.contract.route.Adapter` for the supported releases of vLLM."""
 
     def __init__(self) -> None:
         global _norm_ops
         from vllm import envs, ir
-        from vllm.model_executor.layers.activation import SiluAndMul
+        from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
         from vllm.model_executor.layers.fusion import quant_activation
-        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+        from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
+        from tq.contract.kernels import CONSUMERS
+
+        @dataclass
+        class Activation(quant_activation.QuantizedActivation):
+            """vLLM's activation, which says what it is."""
+
+            reads: Reads
+
         _norm_ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
-        self._silu_mul = SiluAndMul
-        self._rms_norm = RMSNorm
-        self._activation = quant_activation.QuantizedActivation
+        self._silu_mul, self._gelu_mul, self._quantizer = SiluAndMul, GeluAndMul, QuantFP8
+        self._producers = {
+            RMSNorm: "rms_norm",
+            GemmaRMSNorm: "gemma_rms_norm",
+            SiluAndMul: "silu_mul",
+            GeluAndMul: "gelu_mul",
+        }
+        self._activation = Activation
+        self._consumers = CONSUMERS
         self.get_input_quant_key = quant_activation.get_input_quant_key
         scales.own_accessor = getattr(quant_activation, "get_input_quant_scales", None)
-        # The same keys carry fnuz codes on some AMD GPUs, whose maximum is 240.
-        self.schemes = {
-            key: scheme
-            for key, scheme in (
-                (quant_utils.kFp8StaticTensorSym, "fp8_tensor"),
-                (quant_utils.kFp8DynamicTokenSym, "fp8_token"),
-                (quant_utils.kFp8Dynamic128Sym, "fp8_group128"),
+        # What a kernel of vLLM reads that names its key itself. FP8 keys carry fnuz codes on some AMD GPUs.
+        self.native = {
+            key: Reads(key, scheme, layout)
+            for key, scheme, layout in (
+                (quant_utils.kFp8StaticTensorSym, "fp8_tensor", "row_major"),
+                (quant_utils.kFp8DynamicTokenSym, "fp8_token", "row_major"),
+                (quant_utils.kFp8Dynamic128Sym, "fp8_group128", "row_major"),
+                (quant_utils.kMxfp8Dynamic, "mxfp8", "swizzled_128x4"),
+                (quant_utils.kNvfp4Dynamic, "nvfp4", "swizzled_128x4"),
             )
-            if key.dtype == torch.float8_e4m3fn
+            if key.dtype != torch.float8_e4m3fnuz and consumers.has_scheme(scheme, layout)
         }
         # Read once: a process does not change its mode, and reading the environment costs time in each forward.
         self.refuses_all = "batch-invariant mode uses its own kernels" if envs.VLLM_BATCH_INVARIANT else None
         self._inductor: Rounding | None = None
-        self._act_is_native = False
+        self._fp8_is_written = False
+        # Producer -> whether the module it stands for runs its torch formula in compiled code.
+        self._native_acts: dict[str, bool] = {}
+
+    def reads(self, kernel: Any, key: Any) -> Reads | None:
+        found = getattr(kernel, "tq_reads", None)
+        return found if found is not None and found.key == key else self.native.get(key)
+
+    def accept(self, linear: Any) -> str | None:
+        return consumers.accept(linear, self._consumers)
+
+    def withdraw(self, linear: Any) -> None:
+        consumers.withdraw(linear)
 
     def follow_compilation(self) -> None:
         """Take the rounding of compiled code from the configuration of the model being loaded."""
@@ -106,30 +157,41 @@ class VllmAdapter:
 
         config = get_current_vllm_config_or_none()
         inductor = config is not None and config.compilation_config.backend == "inductor"
+        self._fp8_is_written = inductor and self._quantizer.enabled()
         self._inductor = INDUCTOR_ROUNDING.get(current_platform.device_type) if inductor else None
-        self._act_is_native = inductor and (current_platform.is_cpu() or not self._silu_mul.enabled())
+        acts: dict[str, Any] = {"silu_mul": self._silu_mul, "gelu_mul": self._gelu_mul}
+        self._native_acts = {
+            name: inductor and (current_platform.is_cpu() or not act.enabled()) for name, act in acts.items()
+        }
 
-    def is_rms_norm(self, module: Any) -> bool:
+    def producer_of(self, module: Any) -> str | None:
         # The exact class: subclasses and out-of-tree replacements may compute something else.
-        return getattr(type(module), "tq_base", type(module)) is self._rms_norm
+        kind = type(module)
+        return self._producers.get(getattr(kind, "tq_base", kind))
 
-    def is_silu_mul(self, module: Any) -> bool:
-        return getattr(type(module), "tq_base", type(module)) is self._silu_mul
-
-    def norm_rounding(self, has_residual: bool) -> NormRounding | None:
+    def norm_rounding(self, has_residual: bool, inductor: Rounding | None = None) -> NormRounding | None:
         implementation = _norm_implementation(has_residual)
-        if implementation == "native" and self._inductor is not None and torch.compiler.is_compiling():
-            return self._inductor.norm
-        return _NORM_ROUNDING.get(implementation)
+        return inductor.norm if implementation == "native" and inductor else _NORM_ROUNDING.get(implementation)
 
-    def act_rounding(self) -> str:
-        if self._inductor is not None and self._act_is_native and torch.compiler.is_compiling():
-            return self._inductor.act
-        return _ACT_ROUNDING
+    def rounding(self, producer: str, reads: Reads, has_residual: bool) -> dict[str, Any] | None:
+        inductor = self._inductor if torch.compiler.is_compiling() else None
+        if inductor is not None and (self._fp8_is_written or not reads.scheme.startswith("fp8")):
+            inductor = WRITTEN_ROUNDING
+        if producer == "rms_norm":
+            found = self.norm_rounding(has_residual, inductor)
+            return None if found is None else found.options(has_residual)
+        if producer == "gemma_rms_norm":
+            # Always the torch formula: no kernel of vLLM's takes the fp32 weight 1 + w.
+            return (_GEMMA_ROUNDING if inductor is None else inductor.norm).options(has_residual)
+        native = self._native_acts.get(producer, False)
+        return {"rounding": inductor.act if inductor is not None and native else _ACT_ROUNDING}
 
-    def wrap(self, activation: Any, key: Any) -> Any:
-        data = activation.data
-        return self._activation(data, activation.scale, activation.orig_dtype, data.shape, key)
+    def wrap(self, activation: Any, reads: Reads) -> Any:
+        data, scale = activation.data, activation.scale
+        if scale.dtype in (torch.uint8, torch.float8_e4m3fn):
+            scale = scale.view(reads.key.scale.dtype)  # one byte each, whatever they are called
+        shape = activation.orig_shape if data.dtype == torch.uint8 else data.shape
+        return self._activation(data, scale, activation.orig_dtype, shape, reads.key, reads)
 
 
 def load_adapter() -> None:
@@ -147,10 +209,12 @@ def _add_rows(adapter: VllmAdapter) -> None:
 
     from tq.contract.pairing import act_row, act_row_supports
 
-    for key in adapter.schemes:
+    rows, supports = fused_act_quant._FUSED_ACT_QUANT, fused_act_quant._FUSED_ACT_QUANT_SUPPORT
+    for key in adapter.native:
         row = (adapter._silu_mul, key)
-        fused_act_quant._FUSED_ACT_QUANT[row] = act_row
-        fused_act_quant._FUSED_ACT_QUANT_SUPPORT[row] = act_row_supports
+        # CPU builds have rows without the operators behind them.
+        own = None if _on_cpu() else rows.get(row)
+        rows[row], supports[row] = act_row(own), act_row_supports(own, supports.get(row))
 
 
 def norms_stand_aside() -> str | None:
@@ -169,16 +233,16 @@ def norms_stand_aside() -> str | None:
 def hook_model_loading(after: Callable[[torch.nn.Module], None]) -> None:
     """Call `after(model)` once the weights of a model are in their final form.
 
-    That is before profiling, compilation and LoRA. The name is replaced where the loader has imported it.
+    That is before profiling, compilation and LoRA. The name is replaced where the loaders have imported it.
     """
-    from vllm.model_executor.model_loader import base_loader
 
     def process(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
         after(model)
         return result
 
-    _wrap(base_loader, "process_weights_after_loading", process)
+    for loader in LOADERS:
+        _wrap(import_module(f"vllm.model_executor.model_loader.{loader}"), "process_weights_after_loading", process)
 
 
 def hook_cache_identity(fingerprint: Callable[[], str]) -> None:
@@ -215,9 +279,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 def supply_missing_quantizer() -> None:
     """Serve `scaled_fp8_quant` from tq on CPU builds, where the operator behind it is only a placeholder."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not _on_cpu():
         return
     from vllm import _custom_ops
 
