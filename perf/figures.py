@@ -11,6 +11,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import tq
+from tq.kernels.plan import replaced
+
 README = Path("README.md")
 RESULTS = Path("perf/results/nvidia_h200")
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->"
@@ -19,6 +22,18 @@ BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->"
 def geometric_mean(values: list[float]) -> float:
     """exp(mean(log(values)))"""
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def matrix() -> list[str]:
+    """Every producer with every scheme, and what vLLM has for the pair."""
+    lines = [f"| | {' | '.join(f'`{name}`' for name in tq.PRODUCERS)} |", "|---" * (len(tq.PRODUCERS) + 1) + "|"]
+    for scheme in tq.SCHEMES.values():
+        cells = []
+        for producer in tq.PRODUCERS.values():
+            op = replaced(producer, scheme).op
+            cells.append("" if scheme.quantizer == "none" else "2" if " + " in op else "1")
+        lines.append(f"| `{scheme.name}` | {' | '.join(cell or 'tq' for cell in cells)} |")
+    return [*lines, "", "1: equal to one op of vLLM; 2: to two ops of vLLM one after the other; tq: vLLM has none.", ""]
 
 
 def speed(document: dict[str, Any]) -> list[str]:
@@ -34,7 +49,10 @@ def speed(document: dict[str, Any]) -> list[str]:
         cells = []
         for peer in ("vllm", "inductor"):
             ratios = [row[peer] / row["tq"] for row in rows if row.get(peer)]
-            cells.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            spread = (
+                f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "no such op"
+            )
+            cells.append(spread)
         large = [row["bytes"] / row["tq"] * 1e6 for row in rows if row["bytes"] >= 64 << 20]
         share = 100 * min(large) / document["bandwidth_bytes_per_s"]
         lines.append(f"| `{producer}` | `{scheme}` | {' | '.join(cells)} | {share:.0f} % or more |")
@@ -95,7 +113,8 @@ def figures() -> str:
     rows = json.loads((RESULTS / "rows.json").read_text())
     verify = json.loads((RESULTS / "verify.json").read_text())
     versions = ", ".join(f"{name} {version}" for name, version in rows["versions"].items() if version)
-    lines = [f"On one {rows['gpu']}, {rows['date']}: {versions}.", "", *speed(rows), ""]
+    lines = matrix()
+    lines += [f"On one {rows['gpu']}, {rows['date']}: {versions}.", "", *speed(rows), ""]
     lines += engine(json.loads((RESULTS / "engine.json").read_text()))
     exhaustive = [row for row in verify["rows"] if "made" in row]
     lines += [

@@ -113,7 +113,9 @@ def check_activation(op: str, activation: Any, reads: Reads) -> None:
         if not scheme.dynamic:
             return  # one scale lies in one way
         groups = scheme.groups(activation.orig_shape[-1])
-        fitting = [layout.name for layout in scheme.layouts if fits(layout, activation.scale, groups)]
+        fitting = [
+            layout.name for layout in scheme.layouts if fits(layout, activation.scale, groups, scheme.rule.stored)
+        ]
         if reads.layout in fitting:
             return
         other = fitting[0] if fitting else f"{activation.scale.dtype} {tuple(activation.scale.stride())}"
@@ -122,10 +124,10 @@ def check_activation(op: str, activation: Any, reads: Reads) -> None:
         raise ValueError(f"{op}: input must be {reads}, got {made}; quantize it for the layer that reads it")
 
 
-def fits(layout: Any, scales: torch.Tensor, groups: int) -> bool:
+def fits(layout: Any, scales: torch.Tensor, groups: int, dtype: torch.dtype) -> bool:
     """Whether `scales` lie where those that `layout` allocates would. Strides of sizes below 2 say nothing."""
     flat = scales.flatten(0, -2) if scales.dim() > 2 else scales
-    wanted = layout.allocate(flat.shape[0], groups, torch.device("meta"))
+    wanted = layout.allocate(flat.shape[0], groups, dtype, torch.device("meta"))
     strides = zip(wanted.stride(), flat.stride(), wanted.shape, strict=False)
     return (
         flat.dtype == wanted.dtype

@@ -142,7 +142,9 @@ def plan(
     options["scheme"] = scheme.name
     if dynamic:
         # What is replaced is a plain module and the quantizer after it, whose least scale is the scheme's.
-        options["layout"], options["min_scale"] = reads.layout, scheme.min_scale
+        options["layout"] = reads.layout
+        if "scale_ub" in scheme.rule.takes:
+            options["min_scale"] = scheme.min_scale
     if scale is not None:
         options[wanted.option] = scale
     return Plan(adapter, reads, options)

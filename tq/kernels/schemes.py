@@ -238,12 +238,12 @@ MXFP8 = register_scheme(
         quantizer="flashinfer.mxfp8_quantize",
     )
 )
-MXFP8_ROUND = register_scheme(replace(MXFP8, name="mxfp8_round", rule=UE8M0_ROUND))
-MXFP8_FLOOR = register_scheme(replace(MXFP8, name="mxfp8_floor", rule=UE8M0_FLOOR))
-MXFP8_E5M2 = register_scheme(replace(MXFP8, name="mxfp8_e5m2", code=E5M2))
+MXFP8_ROUND = register_scheme(replace(MXFP8, name="mxfp8_round", rule=UE8M0_ROUND, quantizer="none"))
+MXFP8_FLOOR = register_scheme(replace(MXFP8, name="mxfp8_floor", rule=UE8M0_FLOOR, quantizer="none"))
+MXFP8_E5M2 = register_scheme(replace(MXFP8, name="mxfp8_e5m2", code=E5M2, quantizer="none"))
 MXFP4 = register_scheme(replace(MXFP8, name="mxfp4", code=E2M1, rule=UE8M0_ROUND, quantizer="_C.scaled_mxfp4_quant"))
-MXFP4_CEIL = register_scheme(replace(MXFP4, name="mxfp4_ceil", rule=UE8M0))
-MXFP4_FLOOR = register_scheme(replace(MXFP4, name="mxfp4_floor", rule=UE8M0_FLOOR))
+MXFP4_CEIL = register_scheme(replace(MXFP4, name="mxfp4_ceil", rule=UE8M0, quantizer="none"))
+MXFP4_FLOOR = register_scheme(replace(MXFP4, name="mxfp4_floor", rule=UE8M0_FLOOR, quantizer="none"))
 NVFP4 = register_scheme(
     Scheme("nvfp4", E2M1, "group", GLOBAL, group=16, min_scale=0.0, layouts=MX_LAYOUTS, quantizer="_C.scaled_fp4_quant")
 )
