@@ -307,9 +307,11 @@ def check_rows_kernel(
             wrong_scales += total(there & differs)
             nonfinite += total(there & ((stored[0] != stored[0]) | (tl.abs(stored[0]) == float("inf"))))
         quotient = scheme.rule.scaled(y, stored, maxima, given, scheme.code)
-        wrong_codes += total(byte_mask & (stored_codes != scheme.code.encode(quotient)))
+        right = scheme.code.encode(quotient)
+        wrong_codes += total(byte_mask & (stored_codes != right))
         spacing = scheme.code.spacing(quotient)
-        beyond = tl.abs(quotient) > scheme.code.MAX + 0.5 * spacing
+        nearest = scheme.code.decode(right)
+        beyond = tl.abs(quotient - nearest) > 0.5 * scheme.code.spacing(nearest)
         saturated += total(mask & beyond)
         error = tl.abs(scheme.rule.value(scheme.code.decode(stored_codes), stored, given) - y)
         known = mask & (error == error)
