@@ -55,7 +55,9 @@ def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
 def cut(plan: Plan, whole_row: bool) -> tuple[Tiling, int]:
     """The tiling of a call, and its warps."""
     sums = bool(plan.producer.moments)
-    config = tuning.choose(plan.rows, plan.data_width, plan.scheme.group, whole_row, sums)
+    # An interpreted program costs the same for one row and for many: those of the scales alone belong to the same one.
+    padded = plan.layout.padded_rows(plan.tokens) if INTERPRETED.value and plan.scheme.dynamic else 0
+    config = tuning.choose(max(plan.rows, padded), plan.data_width, plan.scheme.group, whole_row, sums)
     return tiling_of(plan.hidden_size, plan.data_width, config), config.num_warps
 
 
