@@ -48,7 +48,7 @@ def lowest(value):
 @triton.jit
 def fit_range(maxima, given, code):
     """scale = max((max - min) / 255, amax * 2^-16, min_scale), zero point = round(-128 - min / scale)."""
-    limit = tl.minimum(given[0], 1.7014118346046923e38)  # half of FLT_MAX: the range stays finite
+    limit = tl.minimum(given[0], 1.7014117331926443e38)  # half of FLT_MAX: the range stays finite
     high = tl.maximum(tl.minimum(maxima[0], limit), -limit)
     low = -tl.maximum(tl.minimum(maxima[1], limit), -limit)
     empty = high < low  # nothing but NaN
