@@ -17,7 +17,7 @@ from formats import FORMATS
 from oracles import DYNAMIC_SCHEMES, FLT_MAX, ORACLES, Given, as_stored, format_of, quantized_by_oracle
 
 import tq
-from tq.bench.cases import static_inputs
+from tq.bench.cases import STATIC_INPUTS, static_inputs
 from tq.kernels.rules import ScaleInputs
 
 __all__ = [
@@ -110,11 +110,14 @@ def names(producer: tq.Producer) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
+TOPS = {name: float(form.values()[-1]) for name, form in FORMATS.items()}
+
+
 def static_options(scheme: str) -> dict[str, torch.Tensor]:
     """What the scheme needs of the caller, its scale such that STATIC_RANGE is the largest value."""
-    inputs, top = static_inputs(scheme, DEVICE), format_of(scheme).values()[-1]
-    values = {"scale": STATIC_RANGE / top, "global_scale_inv": 448.0 * top / STATIC_RANGE}
-    return {name: torch.full_like(tensor, values.get(name, tensor.item())) for name, tensor in inputs.items()}
+    top = TOPS[tq.SCHEMES[scheme].code.name]
+    values = {**STATIC_INPUTS, "scale": STATIC_RANGE / top, "global_scale_inv": 448.0 * top / STATIC_RANGE}
+    return {name: torch.full_like(tensor, values[name]) for name, tensor in static_inputs(scheme, DEVICE).items()}
 
 
 def given_of(options: dict[str, Any]) -> Given:
