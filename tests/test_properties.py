@@ -40,12 +40,26 @@ def cases(draw) -> Case:
         case.extra["rounding"] = draw(st.sampled_from((None, *ROUNDINGS.get(producer.name, ()))))
     if "round_residual" in names(producer):
         case.extra["round_residual"] = draw(st.sampled_from((None, True, False)))
-    if scheme.dynamic:
+    for name in scheme.rule.needs:
+        if name == "zero_point":
+            value = torch.tensor([draw(st.integers(-128, 127))], dtype=torch.int32)
+        else:
+            value = torch.tensor(draw(st.floats(2.0**-20, 2.0**10, width=32)))
+        case.extra[name] = value.to(DEVICE)
+    if "scale_ub" in scheme.rule.takes:
         if draw(st.booleans()):
             case.extra["scale_ub"] = torch.tensor([draw(st.floats(2.0**-20, 2.0**20, width=32))], device=DEVICE)
         case.extra["min_scale"] = draw(st.none() | st.floats(2.0**-80, 2.0, width=32))
-    else:
-        case.extra["scale"] = torch.tensor(draw(st.floats(2.0**-20, 2.0**10, width=32)), device=DEVICE)
+    if draw(st.booleans()):
+        smooth = torch.exp2(torch.randn(size)).to(DEVICE, draw(st.sampled_from(DTYPES)))
+        case.extra["smooth_scale"] = smooth
+    unit = max(scheme.group, scheme.code.per_byte)
+    if draw(st.booleans()):
+        case.extra["data_width"] = size + unit * draw(st.integers(0, 3))
+    case.extra["return_unquantized"] = draw(st.booleans())
+    experts = draw(st.sampled_from((0, 0, 1, 3)))
+    if experts:
+        case.experts = experts
     return case
 
 
