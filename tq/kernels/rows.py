@@ -273,7 +273,7 @@ def check_rows_kernel(
 
     A code is wrong where it is not the one of y at the stored scale; a scale, where it or its zero point is not the one
     fitted to y. The worst error is over elements inside the code's range, half a spacing beyond its largest value
-    included, in units of the code's spacing there; the others are saturated. Each token is summed by one program in a
+    included, in units of the code's spacing there; the others are saturated. A scale of 0 has no such unit. Each token is summed by one program in a
     fixed order, so two runs agree bit for bit. Needs PROGRAMS = 1."""
     given = scheme.rule.load(inputs)
     row, token, exists, expert = rows_of(M, M, tokens_per_expert, tiling)
@@ -318,7 +318,7 @@ def check_rows_kernel(
         signal += total(tl.where(known, y * y, 0.0))
         noise += total(tl.where(known, error * error, 0.0))
         unit = spacing * scheme.rule.value(tl.full(stored[0].shape, 1.0, tl.float32), (stored[0], 0.0), given)
-        ulps = tl.where(known & (beyond == 0) & (error > 0.0), error / unit, 0.0)
+        ulps = tl.where(known & (beyond == 0) & (unit > 0.0), error / unit, 0.0)
         worst = tl.maximum(worst, tl.max(tl.max(ulps, 2), 1, keep_dims=True))
     report_row = report + row * 7
     tl.store(report_row, worst, mask=exists)
