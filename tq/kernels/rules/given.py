@@ -79,6 +79,4 @@ STATIC = ScaleRule(
     needs=("scale",),
     takes=(),
 )
-STATIC_DIVIDING = replace(
-    STATIC, scaled=scaled_by_given_division, reference_scaled=reference_scaled_by_given_division
-)
+STATIC_DIVIDING = replace(STATIC, scaled=scaled_by_given_division, reference_scaled=reference_scaled_by_given_division)
