@@ -153,10 +153,16 @@ def run_reference(prepared: Prepared) -> None:
         if not plan.experts:
             plan.layout.pack(stored, prepared.scales)
         else:
-            each = stored.unflatten(0, (plan.experts, plan.tokens)), exists.view(plan.experts, plan.tokens, 1)
-            for scales, of_expert, used in zip(prepared.scales, *each, strict=True):
-                before = plan.layout.unpack(scales, plan.tokens, stored.shape[-1])
-                plan.layout.pack(torch.where(used, of_expert, before), scales)
+            groups = plan.layout.padded_groups(stored.shape[-1])
+            values = torch.nn.functional.pad(stored, (0, groups - stored.shape[-1]))
+            used = exists.unsqueeze(-1).expand_as(values).to(values.dtype)
+            each = (tensor.unflatten(0, (plan.experts, plan.tokens)) for tensor in (values, used))
+            for scales, *of_expert in zip(prepared.scales, *each, strict=True):
+                size = plan.tokens, stored.shape[-1], scales.dtype, scales.device
+                packed, written = (plan.layout.allocate(*size) for _ in of_expert)
+                for tensor, out in zip(of_expert, (packed, written), strict=True):
+                    plan.layout.pack(tensor, out)
+                scales.copy_(torch.where(written != 0, packed, scales))
     if prepared.zero_points is not None:
         put(prepared.zero_points, fitted[1].int(), exists)
     outs, values = list(prepared.bound.side_outputs), list(made.side_outputs)
