@@ -22,7 +22,7 @@ def seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty gives NaN, and 0xAB in every byte of integers, so that an output which no program wrote differs from the reference."""
+    """torch.empty gives NaN, and 0xAB in every byte of integers, so that an output which no program wrote differs."""
 
     def poisoned_empty(*sizes, **options):
         tensor = _empty(*sizes, **options)

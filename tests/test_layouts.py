@@ -37,10 +37,10 @@ def addresses(layout: str, M: int, G: int) -> Addresses:
         return Addresses((rows, columns), (columns, 1), rows * columns, places)
     if layout == "swizzled_8x4":
         rows = align(M, 8)
-        return Addresses(
-            (rows, columns), (columns, 1), rows * columns, (m // 8 * (columns // 4) + g // 4) * 32 + m % 8 * 4 + g % 4
-        )
-    token, group, size = {"row_major": (G, 1, M * G), "column_major": (1, M, M * G), "tma_aligned": (1, A, A * G)}[layout]
+        places = (m // 8 * (columns // 4) + g // 4) * 32 + m % 8 * 4 + g % 4
+        return Addresses((rows, columns), (columns, 1), rows * columns, places)
+    strided = {"row_major": (G, 1, M * G), "column_major": (1, M, M * G), "tma_aligned": (1, A, A * G)}
+    token, group, size = strided[layout]
     return Addresses((M, G), (token, group), size, m * token + g * group)
 
 

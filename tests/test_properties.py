@@ -1,5 +1,5 @@
-"""Calls that hypothesis makes up: sizes, strides, dtypes, schemes, layouts, policies, bounds, experts, widths and smooth
-scales together."""
+"""Calls that hypothesis makes up: sizes, strides, dtypes, schemes, layouts, policies, bounds, experts, widths and
+smooth scales together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDINGS = {
     "silu_mul": ("none", "product", "activation_and_product"),
 }
 few = settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
