@@ -57,7 +57,9 @@ def cut(plan: Plan, whole_row: bool) -> tuple[Tiling, int]:
     """The tiling of a call, and its warps."""
     least = max(plan.scheme.group, plan.mean_group)
     few = plan.producer.parts == 2 and not plan.producer.moments and plan.rows * plan.data_width <= tuning.FEW_ELEMENTS
-    config = tuning.choose(plan.rows, plan.data_width, least, whole_row, few)
+    # An interpreted program costs the same for one row and for many: those of the scales alone belong to the same one.
+    padded = plan.layout.padded_rows(plan.tokens) if INTERPRETED.value and plan.scheme.dynamic else 0
+    config = tuning.choose(max(plan.rows, padded), plan.data_width, least, whole_row, few)
     return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group), config.num_warps
 
 
@@ -173,17 +175,22 @@ def run_reference(prepared: Prepared) -> None:
         if not plan.experts:
             plan.layout.pack(stored, prepared.scales)
         else:
-            each = stored.unflatten(0, (plan.experts, plan.tokens)), exists.view(plan.experts, plan.tokens, 1)
-            for scales, of_expert, used in zip(prepared.scales, *each, strict=True):
-                before = plan.layout.unpack(scales, plan.tokens, stored.shape[-1])
-                plan.layout.pack(torch.where(used, of_expert, before), scales)
+            groups = plan.layout.padded_groups(stored.shape[-1])
+            values = torch.nn.functional.pad(stored, (0, groups - stored.shape[-1]))
+            used = exists.unsqueeze(-1).expand_as(values).to(values.dtype)
+            each = (tensor.unflatten(0, (plan.experts, plan.tokens)) for tensor in (values, used))
+            for scales, *of_expert in zip(prepared.scales, *each, strict=True):
+                size = plan.tokens, stored.shape[-1], scales.dtype, scales.device
+                packed, written = (plan.layout.allocate(*size) for _ in of_expert)
+                for tensor, out in zip(of_expert, (packed, written), strict=True):
+                    plan.layout.pack(tensor, out)
+                scales.copy_(torch.where(written != 0, packed, scales))
     if prepared.zero_points is not None:
         put(prepared.zero_points, fitted[1].int(), exists)
-    outs, values = list(prepared.bound.side_outputs), list(made.side_outputs)
+    for side, value in zip(prepared.bound.side_outputs, made.side_outputs, strict=True):
+        put(side, value, exists)
     if prepared.unquantized is not None:
-        outs, values = [*outs, prepared.unquantized], [*values, made.y]
-    for out, value in zip(outs, values, strict=True):
-        put(out, value, exists)
+        put(prepared.unquantized, made.y, exists)
 
 
 def rows_that_exist(prepared: Prepared) -> torch.Tensor:

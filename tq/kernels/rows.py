@@ -261,7 +261,10 @@ def quantize_rows_kernel(
         fitted = scheme.rule.fit(maxima, given, scheme.code)
         tile_codes = scheme.code.encode(scheme.rule.scaled(y_groups, fitted, maxima, given, scheme.code))
         place_codes, mask = code_places(codes, row, exists, t, scheme, tiling)
-        tl.store(place_codes, tl.reshape(tile_codes, place_codes.shape), mask=mask)
+        tile_codes = tl.reshape(tile_codes, place_codes.shape)
+        if len(fitted) > 1:  # the code of 0 is the zero point
+            tile_codes = tl.where(inside(t, columns_of(t, tiling), tiling), tile_codes, 0)
+        tl.store(place_codes, tile_codes, mask=mask)
         if scheme.GROUP > 0 or (scheme.GROUP == 0 and t == 0):
             address, there = scale_places(place, token, expert, t, scheme, layout, tiling)
             stored = tl.where(exists[:, :, None], scheme.rule.store(fitted[0]), 0)
@@ -304,8 +307,8 @@ def check_rows_kernel(
 
     A code is wrong where it is not the one of y at the stored scale; a scale, where it or its zero point is not the one
     fitted to y. The worst error is over elements inside the code's range, half a spacing beyond its largest value
-    included, in units of the code's spacing there; the others are saturated. Each token is summed by one program in a
-    fixed order, so two runs agree bit for bit. Needs PROGRAMS = 1."""
+    included, in units of the code's spacing there; the others are saturated. A scale of 0 has no such unit. Each token
+    is summed by one program in a fixed order, so two runs agree bit for bit. Needs PROGRAMS = 1."""
     given = scheme.rule.load(inputs)
     row, token, exists, expert = rows_of(M, M, tokens_per_expert, tiling)
     place = (scales, scale_row_stride, scale_group_stride, scale_expert_stride)
@@ -338,16 +341,20 @@ def check_rows_kernel(
             wrong_scales += total(there & differs)
             nonfinite += total(there & ((stored[0] != stored[0]) | (tl.abs(stored[0]) == float("inf"))))
         quotient = scheme.rule.scaled(y, stored, maxima, given, scheme.code)
-        wrong_codes += total(byte_mask & (stored_codes != scheme.code.encode(quotient)))
+        right = scheme.code.encode(quotient)
+        if len(fitted) > 1:
+            right = tl.where(mask, right, 0)
+        wrong_codes += total(byte_mask & (stored_codes != right))
         spacing = scheme.code.spacing(quotient)
-        beyond = tl.abs(quotient) > scheme.code.MAX + 0.5 * spacing
+        nearest = scheme.code.decode(right)
+        beyond = tl.abs(quotient - nearest) > 0.5 * scheme.code.spacing(nearest)
         saturated += total(mask & beyond)
         error = tl.abs(scheme.rule.value(scheme.code.decode(stored_codes), stored, given) - y)
         known = mask & (error == error)
         signal += total(tl.where(known, y * y, 0.0))
         noise += total(tl.where(known, error * error, 0.0))
         unit = spacing * scheme.rule.value(tl.full(stored[0].shape, 1.0, tl.float32), (stored[0], 0.0), given)
-        ulps = tl.where(known & (beyond == 0) & (error > 0.0), error / unit, 0.0)
+        ulps = tl.where(known & (beyond == 0) & (unit > 0.0), error / unit, 0.0)
         worst = tl.maximum(worst, tl.max(tl.max(ulps, 2), 1, keep_dims=True))
     report_row = report + row * 7
     tl.store(report_row, worst, mask=exists)

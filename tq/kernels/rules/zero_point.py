@@ -48,9 +48,12 @@ def lowest(value):
 @triton.jit
 def fit_range(maxima, given, code):
     """scale = max((max - min) / 255, amax * 2^-16, min_scale), zero point = round(-128 - min / scale)."""
-    limit = tl.minimum(given[0], 1.7014118346046923e38)  # half of FLT_MAX: the range stays finite
+    limit = tl.minimum(given[0], 1.7014117331926443e38)  # half of FLT_MAX: the range stays finite
     high = tl.maximum(tl.minimum(maxima[0], limit), -limit)
     low = -tl.maximum(tl.minimum(maxima[1], limit), -limit)
+    empty = high < low  # nothing but NaN
+    high = tl.where(empty, 0.0, high)
+    low = tl.where(empty, 0.0, low)
     scale = tl.div_rn(high - low, tl.full(high.shape, 255.0, tl.float32))
     amax = tl.maximum(tl.abs(high), tl.abs(low))
     scale = tl.maximum(tl.maximum(scale, amax * 1.52587890625e-05), given[1])
@@ -88,7 +91,8 @@ def reference_extremes(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def reference_fit_range(maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, code: Code) -> tuple[torch.Tensor, ...]:
     limit = torch.tensor(FLT_MAX / 2) if inputs.scale_ub is None else inputs.scale_ub.reshape(()).clamp(max=FLT_MAX / 2)
     high, low = (torch.maximum(torch.minimum(extreme, limit), -limit) for extreme in (maxima[0], maxima[1]))
-    low = -low
+    empty = high < -low
+    high, low = high.masked_fill(empty, 0.0), (-low).masked_fill(empty, 0.0)
     scale = (high - low) / torch.full_like(high, 255.0)
     scale = torch.maximum(scale, torch.maximum(high.abs(), low.abs()) * ZERO_POINT_LIMIT).clamp(min=inputs.min_scale)
     return scale, torch.round(-128.0 - low / scale)
