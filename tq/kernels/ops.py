@@ -26,6 +26,8 @@ COMMON = {
     "smooth_scale": "Tensor",
     "global_scale_inv": "Tensor",
     "tokens_per_expert": "Tensor",
+    "expert_offsets": "Tensor",
+    "scale_offsets": "Tensor",
     "layout": "str",
     "min_scale": "float",
     "data_width": "int",

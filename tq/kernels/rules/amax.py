@@ -20,7 +20,7 @@ from tq.kernels.rules.given import (
 
 
 @triton.jit
-def load_amax(inputs):
+def load_amax(inputs, expert):
     """The bounds of amax from above and of the scale from below."""
     limit = 3.4028234663852886e38
     if inputs.scale_ub is not None:

@@ -11,13 +11,13 @@ import triton.language as tl
 
 from tq.kernels.codes import Code
 from tq.kernels.device import divide, exact_reciprocal
-from tq.kernels.rules.base import ScaleInputs, ScaleRule
+from tq.kernels.rules.base import ScaleInputs, ScaleRule, load_given
 
 
 @triton.jit
-def load_static(inputs):
+def load_static(inputs, expert):
     """The given scale."""
-    return (tl.load(inputs.scale),)
+    return (load_given(inputs.scale, inputs, expert),)
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def scaled_by_given_division(y, fitted, maxima, given, code):
 def reference_fit_static(maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, code: Code) -> tuple[torch.Tensor, ...]:
     if inputs.scale is None:
         raise ValueError("fit_static: scale must be given, got None")
-    return (inputs.scale.reshape(1, 1).expand_as(maxima[0]),)
+    return (inputs.scale.reshape(-1, 1).expand_as(maxima[0]),)
 
 
 def reference_scaled_by_reciprocal(y: torch.Tensor, fitted: tuple[torch.Tensor, ...], *rest: Any) -> torch.Tensor:

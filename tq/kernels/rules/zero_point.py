@@ -12,7 +12,7 @@ import triton.language as tl
 from tq.kernels.codes import Code
 from tq.kernels.device import exact_reciprocal, round_to_integer
 from tq.kernels.rules.amax import load_amax
-from tq.kernels.rules.base import FLT_MAX, ScaleInputs
+from tq.kernels.rules.base import FLT_MAX, ScaleInputs, load_given
 from tq.kernels.rules.given import STATIC, reference_fit_static, reference_scaled_by_reciprocal
 
 # A zero point stays below 2^16 and exact: a row whose values differ by less than 0.4 % of their largest has a wider
@@ -21,9 +21,10 @@ ZERO_POINT_LIMIT = 2.0**-16
 
 
 @triton.jit
-def load_static_zero_point(inputs):
+def load_static_zero_point(inputs, expert):
     """The given scale and zero point."""
-    return tl.load(inputs.scale), tl.load(inputs.zero_point).to(tl.float32)
+    zero_point = load_given(inputs.zero_point, inputs, expert)
+    return load_given(inputs.scale, inputs, expert), zero_point.to(tl.float32)
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def reference_fit_static_zero_point(
 ) -> tuple[torch.Tensor, ...]:
     if inputs.zero_point is None:
         raise ValueError("fit_static_zero_point: zero_point must be given, got None")
-    zero_point = inputs.zero_point.float().reshape(1, 1).expand_as(maxima[0])
+    zero_point = inputs.zero_point.float().reshape(-1, 1).expand_as(maxima[0])
     return *reference_fit_static(maxima, inputs, code), zero_point
 
 
