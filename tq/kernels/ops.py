@@ -70,8 +70,12 @@ def all_but_mutated(plan: Plan, outputs: list[torch.Tensor]) -> tuple[torch.Tens
     """Codes, scales, zero points and y; the side outputs are the caller's."""
     codes, *rest = outputs
     wanted = plan.scheme.dynamic, plan.scheme.dynamic and plan.scheme.rule.zero_point
-    computed = [rest.pop(0) if there else torch.empty(0, device=plan.device) for there in wanted]
-    return codes, *computed, rest[-1] if plan.return_unquantized else torch.empty(0, device=plan.device)
+    computed = [rest.pop(0) if there else torch.empty(0, dtype=torch.float32, device=plan.device) for there in wanted]
+    return (
+        codes,
+        *computed,
+        rest[-1] if plan.return_unquantized else torch.empty(0, dtype=torch.float32, device=plan.device),
+    )
 
 
 def register_op(producer: Producer) -> None:

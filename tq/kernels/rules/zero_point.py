@@ -90,7 +90,9 @@ def reference_extremes(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def reference_fit_range(maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, code: Code) -> tuple[torch.Tensor, ...]:
-    limit = torch.tensor(FLT_MAX / 2) if inputs.scale_ub is None else inputs.scale_ub.reshape(()).clamp(max=FLT_MAX / 2)
+    limit = torch.full_like(maxima[0], FLT_MAX / 2)
+    if inputs.scale_ub is not None:
+        limit = torch.minimum(limit, inputs.scale_ub.reshape(()))
     high, low = (torch.maximum(torch.minimum(extreme, limit), -limit) for extreme in (maxima[0], maxima[1]))
     empty = high < -low
     high, low = high.masked_fill(empty, 0.0), (-low).masked_fill(empty, 0.0)
