@@ -187,9 +187,9 @@ def run_reference(prepared: Prepared) -> None:
             plan.layout.pack(stored, prepared.scales)
         else:
             groups = plan.layout.padded_groups(stored.shape[-1])
-            values = torch.nn.functional.pad(stored, (0, groups - stored.shape[-1]))
-            used = exists.unsqueeze(-1).expand_as(values).to(values.dtype)
-            each = (tensor.unflatten(0, (plan.parts, plan.tokens)) for tensor in (values, used))
+            padded = torch.nn.functional.pad(stored, (0, groups - stored.shape[-1]))
+            used = exists.unsqueeze(-1).expand_as(padded).to(padded.dtype)
+            each = (tensor.unflatten(0, (plan.parts, plan.tokens)) for tensor in (padded, used))
             for scales, *of_expert in zip(prepared.scales, *each, strict=True):
                 size = plan.tokens, stored.shape[-1], scales.dtype, scales.device
                 packed, written = (plan.layout.allocate(*size) for _ in of_expert)

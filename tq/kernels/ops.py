@@ -10,6 +10,7 @@ what there is none of is empty."""
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,13 +70,10 @@ def all_of(plan: Plan, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def all_but_mutated(plan: Plan, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Codes, scales, zero points and y; the side outputs are the caller's."""
     codes, *rest = outputs
+    nothing = partial(torch.empty, 0, dtype=torch.float32, device=plan.device)
     wanted = plan.scheme.dynamic, plan.scheme.dynamic and plan.scheme.rule.zero_point
-    computed = [rest.pop(0) if there else torch.empty(0, dtype=torch.float32, device=plan.device) for there in wanted]
-    return (
-        codes,
-        *computed,
-        rest[-1] if plan.return_unquantized else torch.empty(0, dtype=torch.float32, device=plan.device),
-    )
+    computed = [rest.pop(0) if there else nothing() for there in wanted]
+    return codes, *computed, rest[-1] if plan.return_unquantized else nothing()
 
 
 def register_op(producer: Producer) -> None:

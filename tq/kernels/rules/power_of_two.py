@@ -83,8 +83,8 @@ def reference_fit_exponent(
             exponent = exponent + (mantissa >= 1.0 - 2.0 ** -(code.mantissa_bits + 2)).int()
     exponent = torch.where(amax == 0.0, -127, exponent)
     if inputs.min_scale > 0.0:
-        mantissa, least = math.frexp(np.float32(inputs.min_scale))
-        exponent = exponent.clamp(min=least - int(mantissa == 0.5))
+        fraction, least = math.frexp(np.float32(inputs.min_scale))
+        exponent = exponent.clamp(min=least - int(fraction == 0.5))
     return (torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)).float(),)
 
 
