@@ -33,7 +33,7 @@ from oracles import INVERSE
 import tq
 from tq.kernels import check as check_module
 from tq.kernels import tuning
-from tq.kernels.rows import REPORT
+from tq.kernels.rows_check import REPORT
 
 ROWS = 7
 BAD = 4  # the row that faults are planted in
