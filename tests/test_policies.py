@@ -58,9 +58,9 @@ REPLACED = {
     **{("rms_norm", scheme): (PLAIN_NORM, None) for scheme in ("int8_tensor", "int8_token", "mxfp8", "mxfp4", "nvfp4")},
     **{("silu_mul", scheme): (PLAIN_ACT, None) for scheme in ("int8_tensor", "int8_token", "mxfp8", "mxfp4")},
     ("silu_mul", "nvfp4"): ({"rounding": "product"}, None),
-    ("quantize", "int8_group128"): ({}, 1e-10 / 127.0),
-    ("rms_norm", "int8_group128"): (PLAIN_NORM, 1e-10 / 127.0),
-    ("silu_mul", "int8_group128"): (PLAIN_ACT, 1e-10 / 127.0),
+    ("quantize", "int8_group128"): ({}, float(np.float32(1e-10) / np.float32(127))),
+    ("rms_norm", "int8_group128"): (PLAIN_NORM, float(np.float32(1e-10) / np.float32(127))),
+    ("silu_mul", "int8_group128"): (PLAIN_ACT, float(np.float32(1e-10) / np.float32(127))),
 }
 
 
