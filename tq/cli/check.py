@@ -270,6 +270,8 @@ def show(console: Console, findings: list[Finding]) -> None:
 
 def check(
     tokens: Annotated[int, typer.Option(help="Tokens per call.")] = 0,
+    producers: Annotated[str, typer.Option(help="Producers to check, comma-separated; default all.")] = "",
+    schemes: Annotated[str, typer.Option(help="Schemes to check, comma-separated; default all.")] = "",
     model: Annotated[bool, typer.Option(help="Include activations captured from SmolLM2-135M.")] = True,
     cache: Annotated[Path | None, typer.Option(help="Folder for the model; default $TQ_CACHE or ~/.cache/tq.")] = None,
     json_path: Annotated[
@@ -286,12 +288,19 @@ def check(
     console = Console(stderr=json_path == "-")
     if not console.is_terminal:
         console.width = 120
-    if device.type == "cuda":
-        with console.status("compiling"):
-            compile_ahead(list(cases((tokens,))), checks=True)
     inputs = list(random_inputs(device, tokens))
     if model:
         inputs += captured_inputs(device, cache, tokens, console)
+    inputs = [
+        given
+        for given in inputs
+        if (not producers or given.producer.name in producers.split(","))
+        and (not schemes or given.scheme in schemes.split(","))
+    ]
+    if device.type == "cuda":
+        wanted = {(given.form, given.scheme) for given in inputs}
+        with console.status("compiling"):
+            compile_ahead([case for case in cases((tokens,)) if (case.name, case.scheme) in wanted], checks=True)
     findings: dict[tuple[str, str, str], Finding] = {}
     for given in track(inputs, "checking", console=console, transient=True):
         key = (given.form, given.scheme, given.source)
