@@ -103,7 +103,7 @@ def check(
     if scales is None:
         scales = prepared.inputs.scale
     if plan.rows:
-        tiling, num_warps = cut(plan, whole_row=True)
+        tiling, num_warps = cut(prepared, whole_row=True)
         blocks = -(-plan.tokens // tiling.BLOCK_M.value) * max(plan.experts, 1)
         check_rows_kernel[(blocks,)](
             codes,

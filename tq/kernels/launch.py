@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tq.activation import QuantizedActivation
-from tq.kernels import tuning
+from tq.kernels import tables, tuning
 from tq.kernels.again import launch_again, learn
+from tq.kernels.device import Rows
 from tq.kernels.layouts import DeviceLayout
 from tq.kernels.plan import Plan, Prepared, fill, find_plan
 from tq.kernels.producer import Producer, as_rows, constant
@@ -53,12 +54,59 @@ def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
     return bool(producer.moments) or scheme.granularity == "token"
 
 
-def cut(plan: Plan, whole_row: bool) -> tuple[Tiling, int]:
+def key_of(prepared: Prepared) -> tuning.Key:
+    """What the configuration of a call is tuned for."""
+    plan, scheme = prepared.plan, prepared.plan.scheme
+    # Without y, where it is returned: that must not change how a mean is summed.
+    row_bytes = bytes_of_rows(prepared.bound.args, plan.hidden_size)
+    few = plan.rows * plan.data_width <= tuning.FEW_ELEMENTS
+    moments = len(plan.producer.moments)
+    return tuning.Key(
+        "quantize_rows",
+        moments,
+        plan.mean_group,
+        row_bytes,
+        f"{scheme.granularity}{scheme.group or ''}",
+        plan.data_width,
+        "any" if moments else "few" if few else "many",
+    )
+
+
+def bytes_of_rows(args: Any, hidden_size: int) -> int:
+    """Bytes of an element in the rows that a producer reads and writes; what all rows share does not count."""
+    if isinstance(args, Rows):
+        return args.data.shape[1] // hidden_size * args.data.element_size()
+    return sum(bytes_of_rows(each, hidden_size) for each in args) if isinstance(args, tuple) else 0
+
+
+def cut(prepared: Prepared, whole_row: bool) -> tuple[Tiling, int]:
     """The tiling of a call, and its warps."""
-    least = max(plan.scheme.group, plan.mean_group)
-    few = plan.producer.parts == 2 and not plan.producer.moments and plan.rows * plan.data_width <= tuning.FEW_ELEMENTS
-    config = tuning.choose(plan.rows, plan.data_width, least, whole_row, few)
+    plan = prepared.plan
+    config = tuning.forced() or tuned(prepared, whole_row)
+    if config is None and INTERPRETED.value:
+        config = tuning.interpreted(plan.rows, plan.data_width, max(plan.scheme.group, plan.mean_group))
+    config = config or untuned(plan, whole_row)
     return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group), config.num_warps
+
+
+def untuned(plan: Plan, whole_row: bool) -> tuning.RowConfig:
+    """The configuration of a call that no table knows. `whole_row`: a program must see its rows entirely."""
+    few = plan.producer.parts == 2 and not plan.producer.moments and plan.rows * plan.data_width <= tuning.FEW_ELEMENTS
+    return tuning.heuristic(plan.data_width, max(plan.scheme.group, plan.mean_group), whole_row, few)
+
+
+def tuned(prepared: Prepared, whole_row: bool) -> tuning.RowConfig | None:
+    """The configuration of a table or, where that is asked for, of a search; of rows cut as they are tuned only."""
+    plan = prepared.plan
+    if whole_row != needs_whole_row(plan.producer, plan.scheme):
+        return None
+    key = key_of(prepared)
+    found = tables.find(plan.device, key)
+    if found is None and tuning.AUTOTUNE and tables.gpu_of(plan.device) is not None:
+        from tq.bench import search  # which launches
+
+        found = search.at_first_sight(prepared, key)
+    return found
 
 
 @lru_cache
@@ -97,7 +145,7 @@ def run(prepared: Prepared) -> Any:
 def launch(prepared: Prepared) -> Any:
     """The compiled kernel, or None where it is interpreted."""
     plan = prepared.plan
-    found = plan.launch = plan.launch or find_launch(plan)
+    found = plan.launch = plan.launch or find_launch(prepared)
     return found.kernel[found.grid](*kernel_arguments(prepared, found), **found.options)
 
 
@@ -147,9 +195,10 @@ def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, in
     return row, group, expert * (scales.element_size() if plan.layout.in_bytes else 1)
 
 
-def find_launch(plan: Plan) -> Launch:
+def find_launch(prepared: Prepared) -> Launch:
     """The launch of a plan, by way of Triton's search for the compiled kernel."""
-    tiling, num_warps = cut(plan, needs_whole_row(plan.producer, plan.scheme))
+    plan = prepared.plan
+    tiling, num_warps = cut(prepared, needs_whole_row(plan.producer, plan.scheme))
     padded_rows = plan.layout.padded_rows(plan.tokens) if plan.scheme.dynamic else plan.tokens
     blocks = -(-padded_rows // tiling.BLOCK_M.value) * max(plan.experts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)
