@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -63,14 +64,15 @@ def compile_one(target: str, producer: str, scheme: str, dtype: str, hidden_size
 
 
 def facts_of(compiled: Any) -> dict[str, Any]:
-    """What the tests ask of a binary: conversions to E4M3, bytes of every load and store, spills."""
+    """What the tests ask of a binary: conversions by the code they make, bytes of every load and store, spills."""
     if "ptx" not in compiled.asm:
         assembly = compiled.asm["amdgcn"]
         spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", assembly)
-        return {"conversions": len(re.findall(r"v_cvt_\w*fp8", assembly)), "spills": sum(map(int, spills))}
+        conversions = re.findall(r"v_cvt_\w*(fp8|bf8|fp4)", assembly)
+        return {"conversions": dict(Counter(conversions)), "spills": sum(map(int, spills))}
     ptx = compiled.asm["ptx"]
     return {
-        "conversions": len(re.findall(r"\bcvt\.\S*(?:e4m3|e5m2|e2m1)x2", ptx)),
+        "conversions": dict(Counter(re.findall(r"\bcvt\.rn\.satfinite\.(e4m3|e5m2|e2m1)x2\.f32\b", ptx))),
         "loads": bytes_of("ld", ptx),
         "stores": bytes_of("st", ptx),
         "spills": len(re.findall(r"\bSTL\b", compiled.asm["sass"])),

@@ -22,7 +22,7 @@ def seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty gives NaN, and 0xAB in bytes, so that an output which no program wrote differs from the reference."""
+    """torch.empty gives NaN, and 0xAB in every byte of integers, so that an output which no program wrote differs."""
 
     def poisoned_empty(*sizes, **options):
         tensor = _empty(*sizes, **options)
@@ -30,7 +30,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             return tensor
         if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
             return tensor.fill_(float("nan"))
-        return tensor.fill_(0xAB) if tensor.dtype == torch.uint8 else tensor
+        if tensor.dtype in (torch.uint8, torch.int32):
+            return tensor.fill_(0xAB if tensor.dtype == torch.uint8 else -0x54545455)
+        return tensor
 
     monkeypatch.setattr(torch, "empty", poisoned_empty)
 

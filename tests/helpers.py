@@ -1,4 +1,5 @@
-"""For the tests of producers and schemes: float64 oracles, cases made from a producer's example, exact comparisons.
+"""For the tests of producers and schemes: float64 formulas of producers, cases made from their examples, exact
+comparisons. The formats are in formats.py, the schemes in oracles.py.
 
 Nothing here computes with tq's kernels; what is compared is either bits or values in units of a code's spacing.
 """
@@ -12,12 +13,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from formats import FORMATS
 from formulas import FORMULAS, float64
+from oracles import DYNAMIC_SCHEMES, FLT_MAX, ORACLES, Given, as_stored, format_of, quantized_by_oracle
 
 import tq
+from tq.bench.cases import STATIC_INPUTS, static_inputs
+from tq.kernels.rules import ScaleInputs
+
+__all__ = [
+    "DYNAMIC_SCHEMES",
+    "FLT_MAX",
+    "FORMATS",
+    "ORACLES",
+    "Given",
+    "as_stored",
+    "format_of",
+    "quantized_by_oracle",
+]
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-STATIC_SCALE = 0.0625 * 1.1  # no power of two; the examples stay inside the range of the code
+STATIC_RANGE = 28.0 * 1.1  # the largest value under a static scale, no power of two; the examples stay below
 # Producers whose y has one right value in fp32. The order of a sum and the last bit of an exponential are free.
 EXACT_PRODUCERS = {"quantize"}
 # Where each may round: the values of `rounding`.
@@ -36,7 +52,6 @@ ROUNDINGS = {
     "silu_mul": MUL,
     "swiglu_oai": MUL,
 }
-FLT_MAX = np.finfo(np.float32).max
 
 SCHEME_LAYOUTS = [(scheme.name, layout.name) for scheme in tq.SCHEMES.values() for layout in scheme.layouts]
 
@@ -61,57 +76,6 @@ ALL_PAIRS = [(producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SC
 PAIR_LAYOUTS = [(producer, scheme, layout.name) for producer, scheme in PAIRS for layout in tq.SCHEMES[scheme].layouts]
 
 
-class SmallFloat(NamedTuple):
-    """A float format of one byte, sign bit on top, in float64 arithmetic. `largest`: code of the largest value."""
-
-    exponent_bits: int
-    mantissa_bits: int
-    bias: int
-    largest: int
-    nan: int
-
-    def values(self) -> np.ndarray:
-        """The values of the codes 0 to `largest`, ascending."""
-        fields = [divmod(code, 1 << self.mantissa_bits) for code in range(self.largest + 1)]
-        unit = 2.0**-self.mantissa_bits
-        return np.array(
-            [
-                mantissa * unit * 2.0 ** (1 - self.bias)
-                if exponent == 0
-                else (1.0 + mantissa * unit) * 2.0 ** (exponent - self.bias)
-                for exponent, mantissa in fields
-            ]
-        )
-
-    def spacing(self, value: np.ndarray) -> np.ndarray:
-        """Distance of the format's values in the binade of `value`."""
-        value = np.asarray(value, np.float64)
-        exponent = np.where(value == 0.0, 1 - self.bias, np.frexp(value)[1] - 1)
-        return np.ldexp(1.0, np.maximum(exponent, 1 - self.bias) - self.mantissa_bits)
-
-    def encode(self, value: np.ndarray) -> np.ndarray:
-        """The code nearest to `value`, ties to the even one, saturating; a NaN of either sign gives the code `nan`."""
-        with np.errstate(invalid="ignore"):  # of a signaling NaN
-            value = np.asarray(value, np.float64)
-        known = np.where(np.isnan(value), 0.0, value)
-        values = self.values()
-        known = np.clip(known, -values[-1], values[-1])
-        # Dividing by a power of two is exact, and rint rounds a tie to even, which is the even code.
-        steps = np.rint(np.abs(known) / self.spacing(known)) * self.spacing(known)
-        code = np.searchsorted(values, np.minimum(steps, values[-1]))
-        code = code | np.where(np.signbit(known), 0x80, 0)
-        return np.where(np.isnan(value), self.nan, code).astype(np.uint8)
-
-    def decode(self, code: np.ndarray) -> np.ndarray:
-        """The value of each byte; NaN for those past `largest`."""
-        code = np.asarray(code, np.uint8).astype(np.int64)
-        values = np.full(128, np.nan)
-        values[: self.largest + 1] = self.values()
-        return np.where(code & 0x80, -1.0, 1.0) * values[code & 0x7F]
-
-
-# The oracle of every code there is: a new code needs its line here.
-FORMATS = {"e4m3": SmallFloat(exponent_bits=4, mantissa_bits=3, bias=7, largest=0x7E, nan=0x7F)}
 SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 
@@ -145,50 +109,25 @@ def names(producer: tq.Producer) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-# How y meets its scale, and how the scale is made; a scheme that is not here is compared with its own reference.
-STATIC, TOKEN, GROUP = "y * (1 / given)", "y / (amax / 448)", "y * (1 / (amax / 448))"
-POWER = "y / 2^ceil(log2(amax / 448))"
-ORACLES = {
-    "fp8_tensor": STATIC,
-    "fp8_token": TOKEN,
-    "fp8_group128": GROUP,
-    "fp8_group64": GROUP,
-    "fp8_group128_pow2": POWER,
-    "fp8_group128_ue8m0": POWER,
-}
-DYNAMIC_SCHEMES = [name for name in ORACLES if tq.SCHEMES[name].dynamic]
+TOPS = {name: float(form.values()[-1]) for name, form in FORMATS.items()}
 
 
-def as_stored(scheme: str, scale: Any) -> np.ndarray:
-    """A scale as the scheme keeps it: rounded up to a power of two where it does that."""
-    scale = np.asarray(scale, np.float32)
-    if ORACLES[scheme] is not POWER:
-        return scale
-    mantissa, exponent = np.frexp(scale)
-    return np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
+def static_options(scheme: str) -> dict[str, torch.Tensor]:
+    """What the scheme needs of the caller, its scale such that STATIC_RANGE is the largest value."""
+    top = TOPS[tq.SCHEMES[scheme].code.name]
+    values = {**STATIC_INPUTS, "scale": STATIC_RANGE / top, "global_scale_inv": 448.0 * top / STATIC_RANGE}
+    return {name: torch.full_like(tensor, values[name]) for name, tensor in static_inputs(scheme, DEVICE).items()}
 
 
-def scaled_by_oracle(
-    scheme: str, y: np.ndarray, scale: float = 1.0, scale_ub: float | None = None, min_scale: float | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, scales) of fp32 y [M, N] by numpy: fp32 divisions and products as `ORACLES` says, then float64."""
-    y, found = np.asarray(y, np.float32), tq.SCHEMES[scheme]
-    code, one = FORMATS[found.code.name], np.float32(1)
-    with np.errstate(all="ignore"):
-        if ORACLES[scheme] is STATIC:
-            return code.encode(y * (one / np.float32(scale))), np.array([scale], np.float32)
-        grouped = y.reshape(len(y), -1, found.group or y.shape[-1])
-        amax = np.nan_to_num(np.abs(grouped), nan=0.0, posinf=np.inf).max(-1)
-        limit = FLT_MAX if scale_ub is None else np.float32(scale_ub)
-        least = np.float32(found.min_scale if min_scale is None else min_scale)
-        scales = as_stored(scheme, np.maximum(np.minimum(amax, limit) / np.float32(448), least))
-        if ORACLES[scheme] is GROUP:
-            quotient = grouped * (one / scales[..., None])
-        else:
-            quotient = grouped / scales[..., None]
-            if ORACLES[scheme] is TOKEN:
-                quotient = np.where(np.isinf(grouped), np.float32(np.nan), quotient)
-    return code.encode(quotient).reshape(y.shape), scales
+def given_of(options: dict[str, Any]) -> Given:
+    """The numbers behind a call's options, for an oracle."""
+    tensors = {name: options.get(name) for name in Given._fields}
+    return Given(**{name: value.item() for name, value in tensors.items() if isinstance(value, torch.Tensor)})
+
+
+def inputs_of(options: dict[str, Any], min_scale: float) -> ScaleInputs:
+    """The same for a scheme's reference."""
+    return ScaleInputs(**{name: options.get(name) for name in ScaleInputs._fields[:-1]}, min_scale=min_scale)
 
 
 @dataclass
@@ -224,11 +163,8 @@ class Case:
         return self.change(function, self.is_rows)
 
     def call_options(self) -> dict[str, Any]:
-        """The options of the call, with a scale where the scheme needs one."""
-        options = {**self.options, "layout": self.layout, **self.extra}
-        if not self.scheme.dynamic:
-            options.setdefault("scale", torch.tensor([STATIC_SCALE], device=DEVICE))
-        return options
+        """The options of the call, with the static inputs that the scheme needs."""
+        return {**static_options(self.scheme.name), **self.options, "layout": self.layout, **self.extra}
 
     def run(self) -> Result:
         made = self.producer(*self.arguments, scheme=self.scheme.name, **self.call_options())
@@ -256,6 +192,26 @@ class Result(NamedTuple):
         return self.activation.data.view(torch.uint8)
 
 
+def scale_of_each(case: Case, activation: tq.QuantizedActivation) -> np.ndarray:
+    """What a step of 1 in the code stands for, for every element, float64 [M, N]."""
+    unit = float64(activation.scales())
+    if activation.global_scale_inv is not None:
+        unit = unit / float64(activation.global_scale_inv)
+    groups = case.scheme.groups(case.hidden_size)
+    return np.broadcast_to(unit, (case.rows, groups)).repeat(case.hidden_size // groups, 1)
+
+
+def zero_point_of_each(case: Case, activation: tq.QuantizedActivation) -> np.ndarray:
+    """Zero points, [M, 1] or [1, 1]; 0 where there are none."""
+    return np.zeros((1, 1)) if activation.zero_point is None else float64(activation.zero_point).reshape(-1, 1)
+
+
+def decoded(case: Case, activation: tq.QuantizedActivation) -> np.ndarray:
+    """What the codes stand for, in float64, by formats.py."""
+    codes = format_of(case.scheme.name).decode(activation.data.view(torch.uint8).cpu().numpy())
+    return (codes - zero_point_of_each(case, activation)) * scale_of_each(case, activation)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as integers, so that NaN equals itself and -0 differs from 0."""
     as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -277,14 +233,15 @@ def assert_codes(scheme: tq.Scheme, got: torch.Tensor, want: Any, scale: Any, la
     got, want = got.cpu().numpy(), want.cpu().numpy() if isinstance(want, torch.Tensor) else np.asarray(want)
     assert got.shape == want.shape, f"{label}: shape {got.shape} in place of {want.shape}"
     wrong = np.argwhere(got != want)
+    form = FORMATS[scheme.code.name]
     # Magnitudes are ascending in code order, so a step is a difference of one.
-    steps = np.abs(got.astype(np.int32) - want.astype(np.int32))
-    if len(wrong) > allowed or steps.max(initial=0) > 1:
-        at = tuple(wrong[np.argmax(steps[tuple(wrong.T)])].tolist())
-        decode = FORMATS[scheme.code.name].decode
+    steps = np.abs(form.elements(got) - form.elements(want))
+    if np.count_nonzero(steps) > allowed or steps.max(initial=0) > 1:
+        at = tuple(wrong[0].tolist())
         raise AssertionError(
-            f"{label}: {len(wrong)} of {got.size} codes differ, {allowed} may; at {at} code {got[at]:#04x} "
-            f"({decode(got[at])}) in place of {want[at]:#04x} ({decode(want[at])}); scale {scale}"
+            f"{label}: {np.count_nonzero(steps)} of {steps.size} codes differ, {allowed} may; by {steps.max()}; byte "
+            f"{at} is {got[at]:#04x} ({form.decode(got[at].reshape(1))}) in "
+            f"place of {want[at]:#04x} ({form.decode(want[at].reshape(1))}); scale {scale}"
         )
 
 
@@ -292,6 +249,8 @@ def assert_equal_results(got: Result, want: Result) -> None:
     """Same codes, scales and side outputs, bit for bit."""
     assert_same_bits(got.codes, want.codes, f"{got.label}: codes")
     assert_same_bits(got.activation.scale, want.activation.scale, f"{got.label}: scales")
+    if want.activation.zero_point is not None:
+        assert_same_bits(got.activation.zero_point, want.activation.zero_point, f"{got.label}: zero points")
     for mine, theirs in zip(got.side_outputs, want.side_outputs, strict=True):
         assert_same_bits(mine, theirs, f"{got.label}: side output")
 
@@ -307,9 +266,31 @@ def assert_matches(case: Case, got: Result, want: Result) -> None:
     scales, expected = float64(got.activation.scales()), float64(want.activation.scales())
     assert scales.shape == expected.shape, f"{got.label}: scales {scales.shape} in place of {expected.shape}"
     far = np.abs(scales - expected) > 2.0**-21 * np.abs(expected)
-    assert np.isfinite(scales).all() and not far.any(), f"{got.label}: scales {scales[far]}, not {expected[far]}"
-    for mine, theirs in zip(got.side_outputs, want.side_outputs, strict=True):
+    # Rows that an expert does not have hold what was there before.
+    written = np.isfinite(expected) if "tokens_per_expert" in case.extra else True
+    assert (np.isfinite(scales) == written).all() and not far.any(), f"{got.label}: {scales[far]}, not {expected[far]}"
+    if want.activation.zero_point is not None:
+        assert_same_bits(got.activation.zero_point, want.activation.zero_point, f"{got.label}: zero points")
+    sides = list(zip(got.side_outputs, want.side_outputs, strict=True))
+    if case.extra.get("return_unquantized"):
+        assert_close_unquantized(*sides.pop(), got.label)
+    for mine, theirs in sides:
         assert_same_bits(mine, theirs, f"{got.label}: side output")
+
+
+def assert_close_unquantized(got: torch.Tensor, want: torch.Tensor, label: str) -> None:
+    """y, which may differ in its last fp32 bits, in one rounding of 16 bits in 1000."""
+    unit = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-21}[want.dtype]
+    got, want = np.nan_to_num(float64(got)), np.nan_to_num(float64(want))
+    assert (np.abs(got - want) <= unit * np.abs(want) + 2.0**-24).all(), f"{label}: y"
+    if unit > 2.0**-20:
+        assert (got != want).sum() <= -(-got.size // 1000), f"{label}: y"
+
+
+def worst_ulps(case: Case, activation: tq.QuantizedActivation) -> float:
+    """Half a spacing, and the fp32 roundings of a quotient as large as the code and its zero point allow."""
+    steps = format_of(case.scheme.name).values()[-1] if case.scheme.code.name == "int8" else case.scheme.code.steps
+    return 0.5 + max(1e-5, (steps + np.abs(zero_point_of_each(case, activation)).max(initial=0.0)) * 2.0**-22)
 
 
 def in_nan_memory(tensor: torch.Tensor, pad: int = 64) -> torch.Tensor:

@@ -26,28 +26,31 @@ class Function(NamedTuple):
 
 
 @triton.jit
-def map_kernel(source, out, N, mapped, BLOCK: tl.constexpr):
+def map_kernel(source, out, N, mapped, BLOCK: tl.constexpr, OUT: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, mapped.function(tl.load(source + at, mask=at < N, other=0)), mask=at < N)
+    values = mapped.function(tl.load(source + at, mask=at < N, other=0))
+    tl.store(out + tl.program_id(0) * OUT + tl.arange(0, OUT), values)
 
 
-def on_device(function: Any, source: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """function(source) by a kernel, as one tensor of `dtype`."""
+def on_device(function: Any, source: np.ndarray, dtype: torch.dtype, ratio: float = 1.0) -> torch.Tensor:
+    """function(source) by a kernel, as one tensor of `dtype`; `ratio` outputs for each input."""
     values = torch.from_numpy(source).to(DEVICE)
-    out = torch.empty(values.shape, dtype=dtype, device=DEVICE)
-    map_kernel[(triton.cdiv(values.numel(), BLOCK),)](values, out, values.numel(), Function(function), BLOCK=BLOCK)
-    return out
+    blocks, size = triton.cdiv(values.numel(), BLOCK), int(BLOCK * ratio)
+    out = torch.empty(blocks * size, dtype=dtype, device=DEVICE)
+    map_kernel[(blocks,)](values, out, values.numel(), Function(function), BLOCK=BLOCK, OUT=size)
+    return out[: int(len(source) * ratio)]
 
 
 def encode(code: tq.Code, implementation: str, values: np.ndarray) -> torch.Tensor:
     """fp32 values -> bytes."""
     values = np.ascontiguousarray(values, np.float32)
+    assert len(values) % code.per_byte == 0
     if implementation == "reference_encode":
         return code.reference_encode(torch.from_numpy(values).to(DEVICE)).view(torch.uint8)
     function = getattr(code, implementation)
     if implementation == "encode_native" and code.name not in target_of(torch.device(DEVICE, 0)).native_codes:
         pytest.skip("this target converts by integer arithmetic")
-    return on_device(function, values, torch.uint8)
+    return on_device(function, values, torch.uint8, 1 / code.per_byte)
 
 
 def all_patterns(kind: str) -> np.ndarray:
@@ -65,7 +68,8 @@ def midpoints_and_neighbours(code: tq.Code) -> np.ndarray:
     middle = np.float32([*middle, values[-1] + (values[-1] - values[-2]) / 2])
     assert (middle.astype(np.float64)[:-1] * 2 == values[1:] + values[:-1]).all()
     around = [middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf))]
-    return np.concatenate([*around, *(-side for side in around)])
+    below = [-values[-1] - 0.5] if code.name == "int8" else []  # between -127 and -128
+    return np.concatenate([*around, *(-side for side in around), np.float32(2 * below)])
 
 
 def specials(code: tq.Code) -> np.ndarray:
@@ -99,18 +103,31 @@ def test_encode(name, implementation, inputs):
     want = FORMATS[name].encode(values)
     scheme = next(scheme for scheme in tq.SCHEMES.values() if scheme.code is code)
     assert_codes(scheme, got, want, 1.0, f"{name} {implementation} of {inputs}")
+    if code.per_byte == 2:  # every value in the other half too
+        got, want = encode(code, implementation, np.roll(values, 1)), FORMATS[name].encode(np.roll(values, 1))
+        assert_codes(scheme, got, want, 1.0, f"{name} {implementation} of {inputs}, shifted")
 
 
+# Conversions of others; none of them saturates, so that values beyond the range are left to the tables below.
+ML_DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
 @pytest.mark.parametrize("inputs", INPUTS)
-def test_the_oracle_against_ml_dtypes(inputs):
-    """The conversion of ml_dtypes does not saturate, so values beyond the range are left to the table below."""
-    values = INPUTS[inputs](tq.SCHEMES["fp8_tensor"].code)
-    values = values[~(np.abs(values) > 448)]
-    with np.errstate(invalid="ignore"):
-        want = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    # Its NaN has a sign; ours is 0x7F, as the hardware's conversion gives.
-    want = np.where(np.isnan(values), 0x7F, want)
-    assert len(values) > 10 and (FORMATS["e4m3"].encode(values) == want).all()
+def test_the_oracle_against_ml_dtypes(name, inputs):
+    values = INPUTS[inputs](CODES[name])
+    # Its NaN has a sign, and some formats have none: ours is `nan`, as the hardware's conversion gives.
+    values = values[np.abs(values) <= CODES[name].max]
+    form = FORMATS[name]._replace(per_byte=1)
+    want = values.astype(ML_DTYPES[name]).view(np.uint8)
+    assert len(values) > 10 and (form.encode(values) == want).all()
+    assert (form.decode(want) == want.view(ML_DTYPES[name]).astype(np.float64)).all()
+    assert (form.encode(np.float32([np.nan, -np.nan])) == form.nan).all()
 
 
 GOLDEN_E4M3 = [
@@ -128,14 +145,43 @@ GOLDEN_E4M3 = [
 ]  # fmt: skip
 
 
+GOLDEN_E5M2 = [
+    (0.0, 0x00), (-0.0, 0x80), (1.0, 0x3C), (-1.25, 0xBD), (57344.0, 0x7B), (2.0**-16, 0x01), (2.0**-14, 0x04),
+    (1.125, 0x3C), (1.375, 0x3E), (1.3750001, 0x3E), (1.1250001, 0x3D), (2.0**-17, 0x00), (3 * 2.0**-17, 0x02),
+    (61440.0, 0x7B), (65536.0, 0x7B), (-1e30, 0xFB), (float("inf"), 0x7B), (float("nan"), 0x7F), (-float("nan"), 0x7F),
+]  # fmt: skip
+GOLDEN_FNUZ = [
+    (0.0, 0x00), (-0.0, 0x00), (1.0, 0x40), (-1.0, 0xC0), (224.0, 0x7E), (-224.0, 0xFE), (240.0, 0x7E), (1e9, 0x7E),
+    (2.0**-10, 0x01), (-(2.0**-10), 0x81), (2.0**-11, 0x00), (-(2.0**-11), 0x00), (-1e-30, 0x00), (1.0625, 0x40),
+    (float("inf"), 0x7E), (-float("inf"), 0xFE), (float("nan"), 0x80), (-float("nan"), 0x80),
+]  # fmt: skip
+GOLDEN_INT8 = [
+    (0.0, 0), (-0.0, 0), (0.5, 0), (-0.5, 0), (1.5, 2), (-1.5, 0xFE), (2.5, 2), (126.5, 126), (127.5, 127), (1e9, 127),
+    (-127.5, 0x80), (-128.0, 0x80), (-128.5, 0x80), (-1e9, 0x80), (0.50000006, 1), (-0.50000006, 0xFF),
+    (float("inf"), 127), (-float("inf"), 0x80), (float("nan"), 0), (-float("nan"), 0),
+]  # fmt: skip
+# Pairs share a byte, the first in its low half.
+GOLDEN_E2M1 = [
+    (0.25, 0x0), (0.75, 0x2), (1.25, 0x2), (1.75, 0x4), (2.5, 0x4), (3.5, 0x6), (5.0, 0x6), (2.500004, 0x5),
+    (0.2500001, 0x1), (1.2500001, 0x3), (5.00001, 0x7), (-0.25, 0x8), (-5.0, 0xE), (6.0, 0x7), (-7.0, 0xF),
+    (float("inf"), 0x7), (-float("inf"), 0xF), (float("nan"), 0x7), (-float("nan"), 0x7), (-0.0, 0x8),
+]  # fmt: skip
+GOLDEN = {"e4m3": GOLDEN_E4M3, "e5m2": GOLDEN_E5M2, "e4m3fnuz": GOLDEN_FNUZ, "int8": GOLDEN_INT8, "e2m1": GOLDEN_E2M1}
+
+
+@pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "oracle"])
-def test_golden_table(implementation):
-    values, want = np.float32([value for value, _ in GOLDEN_E4M3]), np.uint8([byte for _, byte in GOLDEN_E4M3])
+def test_golden_table(name, implementation):
+    table = GOLDEN[name] if len(GOLDEN[name]) % 2 == 0 else [*GOLDEN[name], (0.0, 0)]
+    values, want = np.float32([value for value, _ in table]), np.uint8([code for _, code in table])
+    if CODES[name].per_byte == 2:
+        want = want[::2] | (want[1::2] << 4)
     if implementation == "oracle":
-        got = torch.from_numpy(FORMATS["e4m3"].encode(values))
+        got = torch.from_numpy(FORMATS[name].encode(values))
     else:
-        got = encode(tq.SCHEMES["fp8_tensor"].code, implementation, values)
-    assert_codes(tq.SCHEMES["fp8_tensor"], got, want, 1.0, f"golden table, {implementation}")
+        got = encode(CODES[name], implementation, values)
+    scheme = next(scheme for scheme in tq.SCHEMES.values() if scheme.code.name == name)
+    assert_codes(scheme, got, want, 1.0, f"golden table, {implementation}")
 
 
 @pytest.mark.parametrize("name", CODES)
@@ -143,7 +189,7 @@ def test_golden_table(implementation):
 def test_decode(name, implementation):
     codes = np.arange(256, dtype=np.uint8)
     if implementation == "decode":
-        got = on_device(CODES[name].decode, codes, torch.float32)
+        got = on_device(CODES[name].decode, codes, torch.float32, CODES[name].per_byte)
     else:
         got = CODES[name].reference_decode(torch.from_numpy(codes).to(DEVICE))
     got, want = float32(got), FORMATS[name].decode(codes).astype(np.float32)
@@ -154,10 +200,11 @@ def test_decode(name, implementation):
 
 @pytest.mark.parametrize("name", CODES)
 def test_every_code_survives_a_round_trip(name):
-    codes = np.arange(256, dtype=np.uint8)
-    codes = codes[~np.isnan(FORMATS[name].decode(codes))]
-    values = float32(on_device(CODES[name].decode, codes, torch.float32))
-    assert (encode(CODES[name], "encode", values).cpu().numpy() == codes).all()
+    codes, code = np.arange(256, dtype=np.uint8), CODES[name]
+    values = FORMATS[name].decode(codes).reshape(256, -1)
+    codes = codes[(np.abs(values) <= code.max + (name == "int8")).all(1)]  # neither NaN nor beyond what is used
+    values = float32(on_device(code.decode, codes, torch.float32, code.per_byte))
+    assert len(codes) >= 247 and (encode(code, "encode", values).cpu().numpy() == codes).all()
 
 
 @pytest.mark.parametrize("name", CODES)
@@ -211,11 +258,16 @@ def test_rounding_has_no_bias():
     assert abs(towards_zero.mean()) < 5 * towards_zero.std() / np.sqrt(len(values))
 
 
+# Schemes under which 16-bit inputs are quantized as they are.
+PLAIN = {"e4m3": "fp8_tensor", "e5m2": "fp8_e5m2_tensor", "e4m3fnuz": "fp8_fnuz_tensor", "int8": "int8_tensor"}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_input_through_the_template(dtype):
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_16_bit_input_through_the_template(name, dtype):
     """The same through loads, the scale and the stores of a whole launch; scale 1 changes nothing."""
     patterns = np.arange(1 << 16, dtype=np.uint16).view(np.int16)
     x = torch.from_numpy(patterns).view(dtype).view(256, 256).to(DEVICE)
-    got = tq.quantize(x, scheme="fp8_tensor", scale=torch.ones(1, device=DEVICE)).data.view(torch.uint8)
-    want = FORMATS["e4m3"].encode(all_patterns("bf16" if dtype == torch.bfloat16 else "fp16")).reshape(256, 256)
-    assert_codes(tq.SCHEMES["fp8_tensor"], got, want, 1.0, f"quantize of every {dtype}")
+    got = tq.quantize(x, scheme=PLAIN[name], scale=torch.ones(1, device=DEVICE)).data.view(torch.uint8)
+    want = FORMATS[name].encode(all_patterns("bf16" if dtype == torch.bfloat16 else "fp16")).reshape(256, 256)
+    assert_codes(tq.SCHEMES[PLAIN[name]], got, want, 1.0, f"quantize of every {dtype}")

@@ -77,7 +77,7 @@ def test_schemes_of_vllms_keys(adapter):
             "kFp8DynamicTensorSym",
         )
     }
-    assert list(found.values()) == ["fp8_tensor", "fp8_token", "fp8_group128", None, None]
+    assert list(found.values()) == ["fp8_tensor", "fp8_token", "fp8_group128", "nvfp4", None]
     equal = q.QuantKey(q.FP8_DTYPE, q.kStaticTensorScale, symmetric=True)
     assert equal is not q.kFp8StaticTensorSym and adapter.native[equal].scheme == "fp8_tensor"
 

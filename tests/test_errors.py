@@ -48,6 +48,68 @@ def raises(kind, producer, *parts, arguments=(), scheme=ANY, **options):
         assert_same_bits(value, old, "a tensor that a refused call was given")
 
 
+@every_producer
+def test_inputs_of_nvfp4_and_zero_points(producer):
+    arguments, options = example(producer, "nvfp4")
+    del options["global_scale_inv"]
+
+    def check(kind, *parts, scheme="nvfp4", options=options, **more):
+        raises(kind, producer, *parts, arguments=arguments, scheme=scheme, **{**options, **more})
+
+    check(ValueError, "global_scale_inv must be given for nvfp4", "None")
+    check(TypeError, "global_scale_inv must be a float32 tensor", "float", global_scale_inv=3.0)
+    check(ValueError, "global_scale_inv must have one element", (2,), global_scale_inv=torch.ones(2, device=DEVICE))
+    check(ValueError, "global_scale_inv must be on", "meta", global_scale_inv=torch.ones(1, device="meta"))
+    check(ValueError, "global_scale_inv must be None for", scheme=ANY, global_scale_inv=scalar())
+    azp = {"scheme": "int8_tensor_azp", "scale": scalar()}
+    check(ValueError, "zero_point must be given for int8_tensor_azp", "int32", **azp)
+    check(TypeError, "zero_point must be a int32 tensor", torch.float32, zero_point=scalar(), **azp)
+    check(
+        ValueError, "zero_point must be None for int8_tensor,", **{**azp, "scheme": "int8_tensor"}, zero_point=scalar()
+    )
+
+
+@every_producer
+def test_smooth_scale(producer):
+    arguments, options = example(producer)
+
+    def check(kind, wrong, *parts):
+        raises(kind, producer, *parts, arguments=arguments, **options, smooth_scale=wrong)
+
+    check(TypeError, 1.0, "smooth_scale must be a tensor", "float")
+    check(ValueError, weight(HIDDEN + 1), "smooth_scale must have shape", (HIDDEN,), (HIDDEN + 1,))
+    check(ValueError, weight(2 * HIDDEN)[::2], "stride of smooth_scale must be 1", 2)
+    check(TypeError, weight().double(), "smooth_scale must be", torch.float64)
+    check(ValueError, weight().to("meta"), "smooth_scale must be on", "meta")
+
+
+@every_producer
+@pytest.mark.parametrize("scheme", ["fp8_token", "mxfp4"])
+def test_data_width(producer, scheme):
+    arguments, options = example(producer, scheme)
+    unit = 32 if scheme == "mxfp4" else 1
+    for wrong in (HIDDEN - unit, 0, 32769, *((HIDDEN + 16,) if unit > 1 else ())):
+        parts = f"data_width must be a multiple of {unit}", HIDDEN, wrong
+        raises(ValueError, producer, *parts, arguments=arguments, scheme=scheme, data_width=wrong, **options)
+
+
+@every_producer
+def test_tokens_per_expert(producer):
+    arguments, options = example(producer)
+    counts = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
+    parts = "tokens_per_expert needs activations", "(4, "
+    raises(ValueError, producer, *parts, arguments=arguments, tokens_per_expert=counts, **options)
+    case = Case(tq.PRODUCERS[producer], tq.SCHEMES[ANY], 4, HIDDEN).change_rows(lambda each: each.view(2, 2, -1))
+    for kind, wrong, parts in (
+        (TypeError, [1, 2], ("int32 or int64", "list")),
+        (TypeError, counts.float(), ("int32 or int64", torch.float32)),
+        (ValueError, counts[:1], ("tokens_per_expert must have shape", (2,), (1,))),
+        (ValueError, counts.repeat_interleave(2)[::2], ("stride of tokens_per_expert must be 1", 2)),
+        (ValueError, counts.to("meta"), ("tokens_per_expert must be on", "meta")),
+    ):
+        raises(kind, producer, *parts, arguments=case.arguments, tokens_per_expert=wrong, **case.options)
+
+
 def example(producer, scheme=ANY, number=4, size=HIDDEN):
     """(arguments, options) that would run."""
     case = Case(tq.PRODUCERS[producer], tq.SCHEMES[scheme], number, size)
@@ -213,12 +275,18 @@ def test_a_dynamic_scheme_and_its_bounds(producer, scheme):
     def check(kind, *parts, **more):
         raises(kind, producer, *parts, arguments=arguments, scheme=scheme, **options, **more)
 
+    rule = tq.SCHEMES[scheme].rule
     check(ValueError, "scale must be None for", scheme, scale=scalar())
+    check(ValueError, "zero_point must be None for", scheme, zero_point=scalar(1, dtype=torch.int32))
+    if "scale_ub" not in rule.takes:
+        check(ValueError, "scale_ub must be None for", scheme, scale_ub=scalar())
+        check(ValueError, "min_scale must be None for", scheme, min_scale=1.0)
+        return
     check(TypeError, "scale_ub must be a float32 tensor", "float", scale_ub=448.0)
     check(TypeError, "scale_ub must be a float32 tensor", torch.float16, scale_ub=scalar(dtype=torch.float16))
     check(ValueError, "scale_ub must have one element", (4,), scale_ub=torch.ones(4, device=DEVICE))
     check(ValueError, "scale_ub must be on", DEVICE, "meta", scale_ub=torch.ones(1, device="meta"))
-    for value in (0.0, -1.0, 2.0**-81, float("nan")):
+    for value in (-1.0, float("nan"), *((0.0, 2.0**-81) if rule.least_min_scale else ())):
         check(ValueError, "min_scale must be at least", value, min_scale=value)
 
 
@@ -320,7 +388,8 @@ def test_check_refuses(scheme):
     refuses("^quantize: .*speed", speed=1)
     refuses("^quantize: layout of", layout="diagonal")
     other = tq.quantize(rows(5, HIDDEN), scheme=scheme, **options)
-    refuses(rf"^check: data must .*\({4}, {HIDDEN}\).*\(5, {HIDDEN}\)", activation=other)
+    width = HIDDEN // tq.SCHEMES[scheme].code.per_byte
+    refuses(rf"^check: data must .*\({4}, {width}\).*\(5, {width}\)", activation=other)
     another = next(name for name in tq.SCHEMES if tq.SCHEMES[name].dynamic != tq.SCHEMES[scheme].dynamic)
     options = example("quantize", another)[1]
     refuses(f"^check: activation must be of scheme {another}, got {scheme}", scheme=another)

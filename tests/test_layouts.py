@@ -6,30 +6,42 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import DEVICE, SCHEME_LAYOUTS, assert_same_bits
+from helpers import DEVICE, SCHEME_LAYOUTS, assert_same_bits, float32, quantized_by_oracle, static_options
+from helpers import given_of as numbers_of
 
 import tq
 
 # The packed layout has its own test, test_power_of_two.test_words.
-STRIDED = {"row_major", "column_major", "tma_aligned"}
-GROUPED = [(scheme, layout) for scheme, layout in SCHEME_LAYOUTS if tq.SCHEMES[scheme].group and layout in STRIDED]
+GROUPED = [(scheme, layout) for scheme, layout in SCHEME_LAYOUTS if tq.SCHEMES[scheme].group and layout != "packed"]
+
+
+def align(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 class Addresses(NamedTuple):
-    """Distance of two tokens and of two groups in elements, and elements of the storage, for M tokens and G groups."""
+    """Shape and strides of the scale tensor for M tokens and G groups, elements of its storage, and the element of each
+    scale, [M, G]."""
 
-    token: int
-    group: int
+    shape: tuple[int, int]
+    stride: tuple[int, int]
     size: int
+    places: torch.Tensor
 
 
 def addresses(layout: str, M: int, G: int) -> Addresses:
-    aligned = -(-M // 4) * 4
-    return {
-        "row_major": Addresses(G, 1, M * G),
-        "column_major": Addresses(1, M, M * G),
-        "tma_aligned": Addresses(1, aligned, aligned * G),
-    }[layout]
+    m, g, A, columns = torch.arange(M)[:, None], torch.arange(G)[None], align(M, 4), align(G, 4)
+    if layout == "swizzled_128x4":
+        rows = align(M, 128)
+        places = (m // 128 * (columns // 4) + g // 4) * 512 + (m % 32) * 16 + (m % 128 // 32) * 4 + g % 4
+        return Addresses((rows, columns), (columns, 1), rows * columns, places)
+    if layout == "swizzled_8x4":
+        rows = align(M, 8)
+        places = (m // 8 * (columns // 4) + g // 4) * 32 + m % 8 * 4 + g % 4
+        return Addresses((rows, columns), (columns, 1), rows * columns, places)
+    strided = {"row_major": (G, 1, M * G), "column_major": (1, M, M * G), "tma_aligned": (1, A, A * G)}
+    token, group, size = strided[layout]
+    return Addresses((M, G), (token, group), size, m * token + g * group)
 
 
 def raw(scale: torch.Tensor) -> torch.Tensor:
@@ -42,67 +54,78 @@ def powers(M: int, G: int) -> torch.Tensor:
     return 2.0 ** ((torch.arange(M)[:, None] * 3 + torch.arange(G)) % 9 - 4)
 
 
-# All sizes of the first scheme with groups; of the others, which have its layouts, the two that differ most.
+# All sizes once for every layout; of the other schemes that have it, the two that differ most.
 SIZES = [(M, G) for M in (1, 3, 5, 129) for G in (1, 4, 5, 40)]
 FEW = [(5, 5), (129, 4)]
-PLACES = [(*each, *size) for each in GROUPED for size in (SIZES if each[0] == GROUPED[0][0] else FEW)]
+FIRST = {layout: scheme for scheme, layout in reversed(GROUPED)}
+PLACES = [(*each, *size) for each in GROUPED for size in (SIZES if FIRST[each[1]] == each[0] else FEW)]
 
 
 @pytest.mark.parametrize(("scheme", "layout", "M", "G"), PLACES)
 def test_every_scale_lies_where_its_layout_says(scheme, layout, M, G):
-    amax, group = powers(M, G), tq.SCHEMES[scheme].group
+    amax, found, options = powers(M, G), tq.SCHEMES[scheme], static_options(scheme)
     # One element of a group has its amax, at a place of its own.
-    x = torch.zeros(M, G, group)
-    x[:, :, 5 % group] = amax
-    x = x.view(M, G * group).bfloat16().to(DEVICE)
-    scale = tq.quantize(x, scheme=scheme, layout=layout).scale
-    want = amax / 448.0
-    if scheme.endswith("_pow2"):
-        want = torch.exp2(torch.ceil(torch.log2(want)))
-    want = want.to(DEVICE)
-    assert_same_bits(scale.contiguous(), want, f"{layout} {M} x {G}")
-    token, step, size = addresses(layout, M, G)
+    x = torch.zeros(M, G, found.group)
+    x[:, :, 5 % found.group] = amax
+    x = x.view(M, G * found.group).bfloat16()
+    activation = tq.quantize(x.to(DEVICE), scheme=scheme, layout=layout, **options)
+    wanted = torch.from_numpy(quantized_by_oracle(scheme, float32(x), numbers_of(options)).scales)
+    assert len(wanted.unique()) >= min(M * G, 3)
+    # An exponent, an E4M3 number or the number itself.
+    exponents = found.rule.stored == torch.uint8
+    want = (torch.log2(wanted) + 127).to(torch.uint8) if exponents else wanted.to(found.rule.stored)
+    assert_same_bits(activation.scales().contiguous().cpu(), wanted, f"{layout} {M} x {G}")
+    scale, there = activation.scale, addresses(layout, M, G)
     # A stride of a size of one is never used to find an element, and torch may give it any value.
-    assert (M == 1 or scale.stride(0) == token) and (G == 1 or scale.stride(1) == step)
-    assert scale.storage_offset() == 0 and scale.shape == (M, G) and scale.dtype == torch.float32
-    storage = raw(scale)
-    assert storage.numel() == size
-    places = torch.arange(M)[:, None] * token + torch.arange(G) * step
-    assert_same_bits(storage[places.flatten()].view(M, G), want, f"{layout} {M} x {G}: storage")
-    padding = torch.ones(size, dtype=torch.bool)
-    padding[places.flatten()] = False
-    assert padding.sum() == size - M * G and (storage[padding.to(DEVICE)] == 0).all()
+    for i in range(2):
+        assert scale.shape[i] == there.shape[i] and (scale.shape[i] == 1 or scale.stride(i) == there.stride[i])
+    assert scale.storage_offset() == 0 and scale.dtype == found.rule.stored
+    storage = raw(scale).cpu()
+    assert storage.numel() == there.size and len(there.places.unique()) == M * G
+    assert_same_bits(storage[there.places], want, f"{layout} {M} x {G}: storage")
+    padding = torch.ones(there.size, dtype=torch.bool)
+    padding[there.places.flatten()] = False
+    assert padding.sum() == there.size - M * G and (storage.view(torch.uint8).view(there.size, -1)[padding] == 0).all()
 
 
-@pytest.mark.parametrize("producer", tq.PRODUCERS)
-@pytest.mark.parametrize(("scheme", "layout"), GROUPED)
+def test_addresses_of_the_tensor_cores_tiles():
+    """Spot values for rows of five groups."""
+    places = addresses("swizzled_128x4", 130, 5).places
+    spots = {(0, 0): 0, (0, 4): 512, (1, 0): 16, (32, 0): 4, (127, 3): 511, (128, 0): 1024, (129, 4): 1552}
+    assert {at: int(places[at]) for at in spots} == spots
+
+
+@pytest.mark.parametrize(
+    ("producer", "scheme", "layout"),
+    [(list(tq.PRODUCERS)[i % len(tq.PRODUCERS)], *each) for i, each in enumerate(GROUPED)],
+)
 def test_a_layout_changes_nothing_but_places(producer, scheme, layout):
     found, group = tq.PRODUCERS[producer], tq.SCHEMES[scheme].group
     for rows in (5, 6):
         arguments, options = found.example(rows, 3 * group, torch.bfloat16, DEVICE)
+        options |= static_options(scheme)
         made = [found(*arguments, scheme=scheme, layout=name, **options) for name in (None, layout)]
         first, other = (each[0] if isinstance(each, tuple) else each for each in made)
         assert (first.layout, other.layout) == (tq.SCHEMES[scheme].layouts[0].name, layout)
         assert_same_bits(first.data, other.data)
-        assert_same_bits(first.scale.contiguous(), other.scale.contiguous())
+        assert_same_bits(first.scales().contiguous(), other.scales().contiguous())
         assert_same_bits(first.dequantize(), other.dequantize())
-        token, step, size = addresses(layout, rows, 3)
-        assert other.scale.stride() == (token, step) and raw(other.scale).numel() == size
+        there = addresses(layout, rows, 3)
+        assert other.scale.stride() == there.stride and raw(other.scale).numel() == there.size
 
 
 @pytest.mark.parametrize(("scheme", "layout"), SCHEME_LAYOUTS)
 def test_the_reference_writes_the_same_storage(scheme, layout):
     """Padding included."""
     found = tq.SCHEMES[scheme]
-    if not found.dynamic:
-        given = torch.ones(1, device=DEVICE)
-        activation = tq.quantize(torch.ones(2, 128, device=DEVICE), scheme=scheme, scale=given, layout=layout)
-        assert activation.scale is given and activation.layout == layout
-        return
+    options = static_options(scheme)
     x = torch.randn(5, 2 * (found.group or 64), device=DEVICE)
-    got = tq.quantize(x, scheme=scheme, layout=layout).scale
+    got = tq.quantize(x, scheme=scheme, layout=layout, **options)
     with tq.use_reference():
-        want = tq.quantize(x, scheme=scheme, layout=layout).scale
-    assert got.stride() == want.stride()
-    assert_same_bits(got.contiguous(), want.contiguous())
-    assert_same_bits(raw(got), raw(want), f"{scheme} {layout}: storage")
+        want = tq.quantize(x, scheme=scheme, layout=layout, **options)
+    if not found.dynamic:
+        assert got.scale is options["scale"] and got.layout == layout
+        return
+    assert got.scale.stride() == want.scale.stride()
+    assert_same_bits(got.scale.contiguous(), want.scale.contiguous())
+    assert_same_bits(raw(got.scale), raw(want.scale), f"{scheme} {layout}: storage")

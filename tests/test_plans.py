@@ -21,6 +21,7 @@ from helpers import (
 )
 
 import tq
+from tq.bench.cases import static_inputs
 from tq.kernels import launch, plan, tuning
 
 HIDDEN = 256
@@ -201,3 +202,27 @@ def test_a_scheme_that_was_taken_back_is_gone():
             tq.quantize(x, scheme="test_again")
     finally:
         tq.SCHEMES.pop("test_again", None)
+
+
+@pytest.mark.parametrize("scheme", list(tq.SCHEMES))
+def test_the_default_dtype_changes_nothing(scheme):
+    """An engine loads its weights, and quantizes some, under a default dtype of bf16."""
+    x, options = torch.randn(3, 256, device=DEVICE), {"scheme": scheme, **static_inputs(scheme, DEVICE)}
+    want = tq.quantize(x, **options)
+    found = tq.SCHEMES[scheme]
+    found.device.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got, report = tq.quantize(x, **options), tq.check("quantize", x, **options)
+        with tq.use_reference():
+            reference = tq.quantize(x, **options)
+        values = got.dequantize(torch.float32)
+    finally:
+        torch.set_default_dtype(before)
+        found.device.cache_clear()
+    assert report.ok
+    for made in (got, reference):
+        assert_same_bits(made.data, want.data)
+        assert_same_bits(made.scales(), want.scales())
+    assert_same_bits(values, want.dequantize(torch.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 import triton
 from helpers import (
     DEVICE,
+    FLT_MAX,
     FORMATS,
     ONE_EACH,
     ORACLES,
@@ -21,18 +23,24 @@ from helpers import (
     assert_equal_results,
     assert_matches,
     assert_same_bits,
+    decoded,
     float32,
     float64,
+    format_of,
+    given_of,
     hidden_sizes,
     in_nan_memory,
-    scaled_by_oracle,
+    inputs_of,
+    quantized_by_oracle,
+    scale_of_each,
+    static_options,
     truth,
     unrounded,
+    zero_point_of_each,
 )
 
 import tq
 from tq.kernels import launch, tuning
-from tq.kernels.rules import ScaleInputs
 
 one_each = pytest.mark.parametrize(("producer", "scheme"), ONE_EACH)
 every_pair = pytest.mark.parametrize(("producer", "scheme"), PAIRS)
@@ -99,18 +107,26 @@ def has_mix(producer: str, dtypes: str) -> bool:
 MIXES = [(producer, dtypes) for producer in tq.PRODUCERS for dtypes in DTYPES if has_mix(producer, dtypes)]
 
 
+# The first pairs are every producer with a scheme of each granularity.
+CORE = PAIRS[: -(len(tq.SCHEMES) - 3)]
+
+
 def reference_cases() -> list[tuple[str, str, str, str, str]]:
-    """(producer, dtypes, shape, scheme, layout): every pair in every layout in one shape; the pairs that cover all in
-    every shape; other dtypes, and calls without what may be left out, in the shapes that they could get wrong."""
+    """(producer, dtypes, shape, scheme, layout): every scheme in every layout and every dtype with a producer in turn;
+    the core in every shape, and in other dtypes and without what may be left out in the shapes they could get wrong;
+    the other pairs in the shapes that a scheme could get wrong."""
     chosen = []
-    for producer, dtypes in MIXES:
-        for shape in SHAPES:
-            for scheme, layout in SCHEME_LAYOUTS:
-                simple = (dtypes, shape) == ("bf16", "ragged")
-                covering = (producer, scheme) in PAIRS and layout == tq.SCHEMES[scheme].layouts[-1].name
-                if simple or (covering and (dtypes == "bf16" or shape in ("ragged", "strided", "one_row"))):
-                    chosen.append((producer, dtypes, shape, scheme, layout))
-    return chosen
+    for i, (scheme, layout) in enumerate(SCHEME_LAYOUTS):
+        for j, dtypes in enumerate(("bf16", "fp16", "fp32")):
+            chosen.append((list(tq.PRODUCERS)[(i + j) % len(tq.PRODUCERS)], dtypes, "ragged", scheme, layout))
+    for producer, scheme in PAIRS:
+        layout = tq.SCHEMES[scheme].layouts[-1].name
+        for shape in SHAPES if (producer, scheme) in CORE else ("ragged", "strided", "one_group", "empty"):
+            chosen.append((producer, "bf16", shape, scheme, layout))
+        for dtypes in DTYPES:
+            if (producer, scheme) in CORE and (producer, dtypes) in MIXES:
+                chosen += [(producer, dtypes, shape, scheme, layout) for shape in ("ragged", "strided", "one_row")]
+    return sorted(set(chosen))
 
 
 @pytest.mark.parametrize(("producer", "dtypes", "shape", "scheme", "layout"), reference_cases())
@@ -124,12 +140,13 @@ def test_equals_the_torch_reference(producer, scheme, layout, dtypes, shape):
     got, want = case.run(), plain.run_reference()
     activation = got.activation
     leading = tuple(case.arguments[0].shape[:-1])
-    assert activation.data.shape == activation.orig_shape == (*leading, case.hidden_size)
+    assert activation.orig_shape == (*leading, case.hidden_size)
+    assert activation.data.shape == (*leading, case.hidden_size // case.scheme.code.per_byte)
     assert activation.data.is_contiguous() and activation.data.dtype == case.scheme.code.torch_dtype
     assert (activation.orig_dtype, activation.scheme, activation.layout) == (case.dtype, scheme, layout)
     for side in got.side_outputs:
         assert side.shape == (*leading, case.hidden_size) and side.is_contiguous()
-    flat = dataclasses.replace(activation, data=activation.data.view(rows, case.hidden_size))
+    flat = dataclasses.replace(activation, data=activation.data.view(rows, activation.data.shape[-1]))
     sides = [side.view(rows, case.hidden_size) for side in got.side_outputs]
     assert_matches(case, Result(got.label, flat, sides), want)
 
@@ -144,11 +161,17 @@ def test_the_reference_quantizes_as_the_oracle(scheme, dtype):
     # NaN and infinities, alone in a group, beside each other, and as a whole group; a group of zeros.
     y[7, 3], y[8, group + 1], y[9, 0], y[9, 1], y[10, :group], y[11] = *[torch.nan, torch.inf] * 2, torch.nan, 0.0
     y = y.to(dtype).float().to(DEVICE)
-    scale = None if found.dynamic else torch.tensor([0.37], device=DEVICE)
-    codes, scales = found.reference(y, ScaleInputs(scale, None, found.min_scale))
-    expected, expected_scales = scaled_by_oracle(scheme, float32(y), scale=0.37)
-    assert_codes(found, codes, expected, expected_scales, f"reference of {scheme}")
-    assert (float32(scales) == expected_scales).all()
+    options = static_options(scheme)
+    codes, fitted = found.reference(y, inputs_of(options, found.min_scale))
+    want = quantized_by_oracle(scheme, float32(y), given_of(options))
+    assert_codes(found, codes, want.codes, want.scales, f"reference of {scheme}")
+    assert (float32(fitted[0]) == want.scales).all()
+    if want.zero_points is not None:
+        assert (float32(fitted[1]) == want.zero_points).all()
+    # What they stand for is rounded twice at most; beyond FLT_MAX it is infinite.
+    values = float64(found.reference_values(codes, fitted, inputs_of(options, found.min_scale)))
+    bounded = (np.clip(each, -float(FLT_MAX), float(FLT_MAX)) for each in (values, want.values))
+    assert np.allclose(*bounded, rtol=2.0**-22, atol=0.0, equal_nan=True)
 
 
 @every_pair
@@ -160,23 +183,25 @@ def test_the_reference_computes_its_formula(producer, scheme):
     assert np.abs(got - want).max() <= 1e-6 * np.abs(want).max() and (np.abs(got - want) <= 4e-6 * np.abs(want)).all()
 
 
-@pytest.mark.parametrize("dtypes", ["bf16", "fp32"])
-@every_pair
+@pytest.mark.parametrize(("producer", "scheme", "dtypes"), [(*p, ("bf16", "fp32")[i % 2]) for i, p in enumerate(PAIRS)])
 def test_is_within_half_a_step_of_float64(producer, scheme, dtypes):
-    """|decode(code) * scale - y| <= half a spacing of the code at y / scale, with y in float64 rounded nowhere."""
+    """|decode - y| <= half a spacing of the code at y / scale, with y in float64 rounded nowhere; what is beyond the
+    largest value, as far as the scale may leave it there, decodes to that value."""
     case = make(producer, scheme, 16, "ragged", dtypes)
     case.extra = unrounded(case.producer)
     activation = case.run().activation
-    y, code = truth(case.producer, case.arguments, case.options), FORMATS[case.scheme.code.name]
-    groups = case.scheme.groups(case.hidden_size)
-    scale = np.broadcast_to(float64(activation.scales()), (16, groups)).repeat(case.hidden_size // groups, 1)
-    decoded = code.decode(activation.data.view(torch.uint8).cpu().numpy()) * scale
+    y, form = truth(case.producer, case.arguments, case.options), format_of(scheme)
+    scale, zero = scale_of_each(case, activation), zero_point_of_each(case, activation)
+    values, largest = decoded(case, activation), form.values()[-1]
+    quotient = y / scale + zero
+    # A zero point is rounded, so that the quotients of a row may span [-128.5, 127.5].
+    assert np.abs(quotient).max() <= (largest * ORACLES[scheme].headroom(form) + 1.5 * zero.any()) * (1 + 1e-6)
     # The largest element of a dynamic group may come to lie a rounding above the largest code.
-    spacing = code.spacing(np.minimum(np.abs(y) / scale, code.values()[-1])) * scale
-    assert (np.abs(y) / scale).max() <= code.values()[-1] * (1 + 1e-6)
-    bound = spacing / 2 + 1e-5 * np.abs(y)
-    assert (np.abs(decoded - y) <= bound).all(), f"{case}: {(np.abs(decoded - y) / spacing).max()} spacings"
-    assert_same_bits(activation.dequantize(torch.float32), torch.from_numpy(decoded).float().to(DEVICE))
+    spacing = form.spacing(np.minimum(np.abs(quotient), largest)) * scale
+    beyond = (np.abs(quotient) - largest) * scale if not zero.any() else 0.0
+    bound = np.maximum(spacing / 2, beyond) + 1e-5 * np.abs(y)
+    assert (np.abs(values - y) <= bound).all(), f"{case}: {(np.abs(values - y) / spacing).max()} spacings"
+    assert np.allclose(float64(activation.dequantize(torch.float32)), values, rtol=2.0**-22, atol=0.0)
 
 
 def tilings(case: Case) -> list[tuning.RowConfig]:
@@ -229,7 +254,7 @@ def test_a_row_is_the_same_in_every_batch(producer, scheme):
             label = f"{batch}, row {position}"
             assert_same_bits(got.codes[position], want.codes[0], label)
             if batch.scheme.dynamic:
-                assert_same_bits(got.activation.scale[position], want.activation.scale[0], label)
+                assert_same_bits(got.activation.scales()[position], want.activation.scales()[0], label)
             for mine, theirs in zip(got.side_outputs, want.side_outputs, strict=True):
                 assert_same_bits(mine[position], theirs[0], label)
 
@@ -281,7 +306,7 @@ def test_an_empty_batch_launches_nothing(producer, scheme, monkeypatch):
     monkeypatch.setattr(launch, "quantize_rows_kernel", None)
     case = make(producer, scheme, 0, "aligned")
     got = case.run()
-    assert got.codes.shape == (0, case.hidden_size)
+    assert got.codes.shape == (0, case.hidden_size // case.scheme.code.per_byte)
     assert all(side.shape == (0, case.hidden_size) for side in got.side_outputs)
     if case.scheme.dynamic:
         assert got.activation.scales().shape == (0, case.scheme.groups(case.hidden_size))
@@ -306,7 +331,7 @@ def test_hidden_sizes_of_models(scheme, hidden_size):
     producer = tq.PRODUCERS["rms_norm"]
     case = Case(producer, found, 3, hidden_size).change_rows(in_nan_memory)
     whole = launch.needs_whole_row(producer, found)
-    with tuning.force(tuning.heuristic(hidden_size, found.group, whole, 2)):
+    with tuning.force(tuning.heuristic(hidden_size, found.group, whole, few=False)):
         got = case.run()
     assert_matches(case, got, case.run_reference())
 
@@ -315,8 +340,8 @@ def test_heuristic_covers_every_row():
     """Whatever the hidden size, a program that must see its row does, no tile is narrower than a group."""
     for hidden_size in [1, 31, 32, 33, 128, 129, 1000, *range(128, 32769, 128)]:
         for group in (0, 32, 128):
-            for whole in (True, False):
-                config = tuning.heuristic(hidden_size, group, whole, 2)
+            for whole, few in itertools.product((True, False), repeat=2):
+                config = tuning.heuristic(hidden_size, group, whole, few)
                 for value in (config.block_m, config.block_n, config.num_warps):
                     assert value & (value - 1) == 0 and value > 0
                 assert config.block_n >= group and 1 <= config.num_warps <= 16

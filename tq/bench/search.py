@@ -21,7 +21,8 @@ from triton.runtime.errors import TritonError
 from tq.bench.cases import Case, bytes_of
 from tq.bench.timing import copies_of, device_time_us
 from tq.kernels import tables, tuning
-from tq.kernels.launch import key_of, run, untuned
+from tq.kernels.cut import key_of, untuned
+from tq.kernels.launch import run
 from tq.kernels.plan import Prepared, fill
 from tq.kernels.tuning import FEW_ELEMENTS, Key, RowConfig
 
@@ -123,7 +124,7 @@ def copy_of(prepared: Prepared, known: dict[tuple, torch.Tensor] | None = None) 
         return known[place]
 
     inputs = {name: value for name, value in prepared.inputs._asdict().items() if isinstance(value, torch.Tensor)}
-    options = {**prepared.options, **inputs, "tokens_per_expert": prepared.tokens_per_expert}
+    options = {**prepared.options, **inputs, **prepared.experts._asdict()}
     options = {name: copy(value) for name, value in options.items()}
     return fill(prepared.plan, tuple(map(copy, prepared.arguments)), options)
 

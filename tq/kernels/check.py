@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
-from tq.kernels.launch import check_device, cut, run, scale_strides
-from tq.kernels.plan import Prepared, check_scalar, prepare
+from tq.kernels.cut import cut
+from tq.kernels.launch import check_device, run, scale_strides
+from tq.kernels.plan import Prepared, check_numbers, prepare
 from tq.kernels.producer import PRODUCERS, Producer
 from tq.kernels.rows import REPORT, check_rows_kernel
 from tq.kernels.target import target_of
@@ -104,7 +105,7 @@ def check(
         scales = prepared.inputs.scale
     if plan.rows:
         tiling, num_warps = cut(prepared, whole_row=True)
-        blocks = -(-plan.tokens // tiling.BLOCK_M.value) * max(plan.experts, 1)
+        blocks = -(-plan.scale_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
         check_rows_kernel[(blocks,)](
             codes,
             scales,
@@ -112,7 +113,8 @@ def check(
             zero_points,
             report,
             plan.tokens,
-            prepared.tokens_per_expert,
+            plan.scale_rows,
+            *prepared.experts,
             producer.device,
             prepared.bound.args,
             plan.scheme.device(target_of(plan.device)),
@@ -138,7 +140,9 @@ def check_activation(
         )
     found = activation.scale
     if scales is None:
-        check_scalar("check", "scale of the activation", found, codes.device)
+        given = prepared.inputs.scale
+        count = 1 if given is None else given.numel()
+        check_numbers("check", "scale of the activation", found, codes.device, torch.float32, count)
     elif found.shape != scales.shape:
         raise ValueError(f"check: scale must have shape {tuple(scales.shape)}, got {tuple(found.shape)}")
     elif found.dtype != scales.dtype:

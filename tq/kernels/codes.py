@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,7 +58,7 @@ class Code:
         """The functions a kernel for `target` takes: the hardware's conversion where it is bit-equal."""
         native = self.encode_native is not None and self.name in target.native_codes
         encode = self.encode_native if native else self.encode
-        max_bits = int(torch.tensor(self.max).view(torch.int32))
+        max_bits = struct.unpack("<i", struct.pack("<f", self.max))[0]
         constants = map(tl.constexpr, (self.max, max_bits, 1 << (22 - self.mantissa_bits), self.per_byte))
         return DeviceCode(encode, self.decode, self.spacing, *constants)
 
@@ -296,7 +297,7 @@ def reference_encode_e2m1(value: torch.Tensor) -> torch.Tensor:
 
 
 def reference_decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)
+    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float32, device=codes.device)
     return values[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from tq.activation import QuantizedActivation
-from tq.kernels import tables, tuning
 from tq.kernels.again import launch_again, learn
-from tq.kernels.device import Rows
+from tq.kernels.cut import cut, needs_whole_row
+from tq.kernels.experts import Experts
 from tq.kernels.layouts import DeviceLayout
 from tq.kernels.plan import Plan, Prepared, fill, find_plan
-from tq.kernels.producer import Producer, as_rows, constant
+from tq.kernels.producer import Producer, as_rows
 from tq.kernels.rows import Tiling, quantize_rows_kernel
+from tq.kernels.rules import ScaleInputs
 from tq.kernels.schemes import DeviceScheme, Scheme, find_scheme
 from tq.kernels.target import INTERPRETED, target_of
 
@@ -46,75 +46,6 @@ class Launch(NamedTuple):
     scheme: DeviceScheme
     layout: DeviceLayout
     tiling: Tiling
-
-
-def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
-    """Whether one program must see a row entirely: something is reduced over it. Also where means are over groups, so
-    that the check, whose programs see whole rows, adds them in the same order."""
-    return bool(producer.moments) or scheme.granularity == "token"
-
-
-def key_of(prepared: Prepared) -> tuning.Key:
-    """What the configuration of a call is tuned for."""
-    plan, scheme = prepared.plan, prepared.plan.scheme
-    # Without y, where it is returned: that must not change how a mean is summed.
-    row_bytes = bytes_of_rows(prepared.bound.args, plan.hidden_size)
-    few = plan.rows * plan.data_width <= tuning.FEW_ELEMENTS
-    moments = len(plan.producer.moments)
-    return tuning.Key(
-        "quantize_rows",
-        moments,
-        plan.mean_group,
-        row_bytes,
-        f"{scheme.granularity}{scheme.group or ''}",
-        plan.data_width,
-        "any" if moments else "few" if few else "many",
-    )
-
-
-def bytes_of_rows(args: Any, hidden_size: int) -> int:
-    """Bytes of an element in the rows that a producer reads and writes; what all rows share does not count."""
-    if isinstance(args, Rows):
-        return args.data.shape[1] // hidden_size * args.data.element_size()
-    return sum(bytes_of_rows(each, hidden_size) for each in args) if isinstance(args, tuple) else 0
-
-
-def cut(prepared: Prepared, whole_row: bool) -> tuple[Tiling, int]:
-    """The tiling of a call, and its warps."""
-    plan = prepared.plan
-    config = tuning.forced() or tuned(prepared, whole_row)
-    if config is None and INTERPRETED.value:
-        config = tuning.interpreted(plan.rows, plan.data_width, max(plan.scheme.group, plan.mean_group))
-    config = config or untuned(plan, whole_row)
-    return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group), config.num_warps
-
-
-def untuned(plan: Plan, whole_row: bool) -> tuning.RowConfig:
-    """The configuration of a call that no table knows. `whole_row`: a program must see its rows entirely."""
-    few = plan.producer.parts == 2 and not plan.producer.moments and plan.rows * plan.data_width <= tuning.FEW_ELEMENTS
-    return tuning.heuristic(plan.data_width, max(plan.scheme.group, plan.mean_group), whole_row, few)
-
-
-def tuned(prepared: Prepared, whole_row: bool) -> tuning.RowConfig | None:
-    """The configuration of a table or, where that is asked for, of a search; of rows cut as they are tuned only."""
-    plan = prepared.plan
-    if whole_row != needs_whole_row(plan.producer, plan.scheme):
-        return None
-    key = key_of(prepared)
-    found = tables.find(plan.device, key)
-    if found is None and tuning.AUTOTUNE and tables.gpu_of(plan.device) is not None:
-        from tq.bench import search  # which launches
-
-        found = search.at_first_sight(prepared, key)
-    return found
-
-
-@lru_cache
-def tiling_of(hidden_size: int, data_width: int, config: tuning.RowConfig, mean_group: int = 0) -> Tiling:
-    block_n = max(config.block_n, mean_group)
-    programs = -(-data_width // (config.tiles * block_n))
-    sizes = hidden_size, data_width, config.block_m, block_n, config.tiles, programs, mean_group
-    return Tiling(*map(constant, sizes))
 
 
 def check_device(op: str, device: torch.device) -> None:
@@ -160,7 +91,7 @@ def kernel_arguments(prepared: Prepared, found: Launch) -> tuple:
         None if prepared.unquantized is None else as_rows(prepared.unquantized),
         plan.tokens,
         found.padded_rows,
-        prepared.tokens_per_expert,
+        *prepared.experts,
         plan.producer.device,
         prepared.bound.args,
         found.scheme,
@@ -189,7 +120,7 @@ def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, in
     """Distance of two tokens, groups and experts, the last in the unit that the layout's offsets count."""
     if scales is None or not plan.scheme.dynamic:
         return 0, 0, 0
-    if not plan.experts:
+    if not plan.parts:
         return *scales.stride(), 0  # type: ignore[return-value]
     expert, row, group = scales.stride()
     return row, group, expert * (scales.element_size() if plan.layout.in_bytes else 1)
@@ -199,13 +130,12 @@ def find_launch(prepared: Prepared) -> Launch:
     """The launch of a plan, by way of Triton's search for the compiled kernel."""
     plan = prepared.plan
     tiling, num_warps = cut(prepared, needs_whole_row(plan.producer, plan.scheme))
-    padded_rows = plan.layout.padded_rows(plan.tokens) if plan.scheme.dynamic else plan.tokens
-    blocks = -(-padded_rows // tiling.BLOCK_M.value) * max(plan.experts, 1)
+    blocks = -(-plan.written_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     scheme = plan.scheme.device(target_of(plan.device))
     layout = plan.layout.device(plan.scheme.groups(plan.hidden_size))
-    return Launch(quantize_rows_kernel, options, grid, padded_rows, scheme, layout, tiling)
+    return Launch(quantize_rows_kernel, options, grid, plan.written_rows, scheme, layout, tiling)
 
 
 def run_reference(prepared: Prepared) -> None:
@@ -213,35 +143,47 @@ def run_reference(prepared: Prepared) -> None:
     plan = prepared.plan
     options = {k: v for k, v in prepared.options.items() if k not in plan.producer.mutates}
     made = plan.producer.reference(*prepared.arguments, **options, precision=torch.float32)
-    exists = rows_that_exist(prepared)
-    codes, fitted = plan.scheme.reference(made.y, prepared.inputs)
+    exists = prepared.experts.exist(plan.rows)
+    if exists is None:
+        exists = torch.ones(plan.rows, dtype=torch.bool, device=plan.device)
+    codes, fitted = plan.scheme.reference(made.y, of_each_row(prepared))
     codes = torch.nn.functional.pad(codes, (0, plan.codes_shape[-1] - codes.shape[-1]))
     put(prepared.codes, codes, exists)
     if prepared.scales is not None:
         stored = plan.scheme.rule.reference_store(fitted[0])
-        if not plan.experts:
+        if plan.with_offsets:
+            placed = stored.new_zeros(plan.scale_rows, stored.shape[-1])
+            placed[prepared.experts.scale_rows(plan.rows)[exists]] = stored[exists]
+            plan.layout.pack(placed, prepared.scales)
+        elif not plan.parts:
             plan.layout.pack(stored, prepared.scales)
         else:
-            each = stored.unflatten(0, (plan.experts, plan.tokens)), exists.view(plan.experts, plan.tokens, 1)
-            for scales, of_expert, used in zip(prepared.scales, *each, strict=True):
-                before = plan.layout.unpack(scales, plan.tokens, stored.shape[-1])
-                plan.layout.pack(torch.where(used, of_expert, before), scales)
+            groups = plan.layout.padded_groups(stored.shape[-1])
+            padded = torch.nn.functional.pad(stored, (0, groups - stored.shape[-1]))
+            used = exists.unsqueeze(-1).expand_as(padded).to(padded.dtype)
+            each = (tensor.unflatten(0, (plan.parts, plan.tokens)) for tensor in (padded, used))
+            for scales, *of_expert in zip(prepared.scales, *each, strict=True):
+                size = plan.tokens, stored.shape[-1], scales.dtype, scales.device
+                packed, written = (plan.layout.allocate(*size) for _ in of_expert)
+                for tensor, out in zip(of_expert, (packed, written), strict=True):
+                    plan.layout.pack(tensor, out)
+                scales.copy_(torch.where(written != 0, packed, scales))
     if prepared.zero_points is not None:
         put(prepared.zero_points, fitted[1].int(), exists)
-    outs, values = list(prepared.bound.side_outputs), list(made.side_outputs)
+    for side, value in zip(prepared.bound.side_outputs, made.side_outputs, strict=True):
+        put(side, value, exists)
     if prepared.unquantized is not None:
-        outs, values = [*outs, prepared.unquantized], [*values, made.y]
-    for out, value in zip(outs, values, strict=True):
-        put(out, value, exists)
+        put(prepared.unquantized, made.y, exists)
 
 
-def rows_that_exist(prepared: Prepared) -> torch.Tensor:
-    """Which rows of the flattened activation there are, bool [rows]."""
-    plan = prepared.plan
-    if prepared.tokens_per_expert is None:
-        return torch.ones(plan.rows, dtype=torch.bool, device=plan.device)
-    tokens = torch.arange(plan.tokens, device=plan.device)
-    return (tokens < prepared.tokens_per_expert.unsqueeze(-1)).flatten()
+def of_each_row(prepared: Prepared) -> ScaleInputs:
+    """The inputs with the given numbers of each row's expert, where experts have their own."""
+    inputs = prepared.inputs
+    if not prepared.plan.per_expert.value:
+        return inputs
+    expert = prepared.experts.of_rows(prepared.plan.rows)
+    given = {name: getattr(inputs, name).reshape(-1)[expert] for name in prepared.plan.scheme.rule.needs}
+    return inputs._replace(**given)
 
 
 def put(out: torch.Tensor, value: torch.Tensor, exists: torch.Tensor) -> None:
@@ -260,9 +202,11 @@ def call(producer: Producer, arguments: tuple, scheme: str, options: dict[str, A
     quantized; layout, of the scales, a name among `SCHEMES[scheme].layouts`; min_scale, the least dynamic scale,
     default that of the vLLM op replaced; data_width, columns of the codes, those past the hidden size 0;
     return_unquantized, to have y too, in x's dtype; tokens_per_expert (int32 or int64 [experts]), for activations
-    [experts, tokens, ...] of which each expert uses its first few: the other rows are neither read nor written. The
-    other options are the producer's. `None` is the default everywhere. Calls inside torch.compile go through the
-    registered op.
+    [experts, tokens, ...] of which each expert uses its first few: the other rows are neither read nor written;
+    expert_offsets ([experts + 1]), for rows of one expert after the other, and scale_offsets, the first rows of their
+    scales, multiples of the tile of a layout that has tiles (swizzled), each expert's rows rounded up to whole tiles.
+    With experts, scale, zero_point and global_scale_inv may have an element for each. The other options are the
+    producer's. `None` is the default everywhere. Calls inside torch.compile go through the registered op.
 
     Raises ValueError for a value, TypeError for a type and NotImplementedError for a place it cannot run at, naming the
     argument, what came and what to do, before anything is launched or changed.
@@ -310,5 +254,6 @@ def assemble(
         layout,
         zero_point,
         options.get("global_scale_inv"),
+        Experts._make(map(options.get, Experts._fields)),
     )
     return (activation, *rest) if rest else activation

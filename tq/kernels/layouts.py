@@ -27,6 +27,7 @@ class Layout:
     many the kernel writes, those past M and G with zeros.
 
     offset(row, group, row_stride, group_stride): jit function, place of a stored scale, from the tensor's strides.
+    tile_rows: rows that cannot be told apart in memory, so that the scales of an expert begin at a multiple of it.
     unpack(scales, M, G) -> stored scales [M, G]; pack(stored scales, scales) fills the tensor, padding included.
     """
 
@@ -38,6 +39,7 @@ class Layout:
     padded_rows: Callable[[int], int] = lambda rows: rows
     padded_groups: Callable[[int], int] = lambda groups: groups
     in_bytes: bool = False
+    tile_rows: int = 1
 
     def allocate_for_experts(
         self, experts: int, rows: int, groups: int, dtype: torch.dtype, device: Any
@@ -165,6 +167,7 @@ def _swizzled(tile_rows: int) -> dict[str, Any]:
         "pack": pack,
         "padded_rows": lambda rows: align(rows, tile_rows),
         "padded_groups": align4,
+        "tile_rows": tile_rows,
     }
 
 

@@ -10,6 +10,7 @@ what there is none of is empty."""
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ COMMON = {
     "smooth_scale": "Tensor",
     "global_scale_inv": "Tensor",
     "tokens_per_expert": "Tensor",
+    "expert_offsets": "Tensor",
+    "scale_offsets": "Tensor",
     "layout": "str",
     "min_scale": "float",
     "data_width": "int",
@@ -67,9 +70,10 @@ def all_of(plan: Plan, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def all_but_mutated(plan: Plan, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Codes, scales, zero points and y; the side outputs are the caller's."""
     codes, *rest = outputs
+    nothing = partial(torch.empty, 0, dtype=torch.float32, device=plan.device)
     wanted = plan.scheme.dynamic, plan.scheme.dynamic and plan.scheme.rule.zero_point
-    computed = [rest.pop(0) if there else torch.empty(0, device=plan.device) for there in wanted]
-    return codes, *computed, rest[-1] if plan.return_unquantized else torch.empty(0, device=plan.device)
+    computed = [rest.pop(0) if there else nothing() for there in wanted]
+    return codes, *computed, rest[-1] if plan.return_unquantized else nothing()
 
 
 def register_op(producer: Producer) -> None:

@@ -12,16 +12,19 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 
 from tq.kernels import tuning
+from tq.kernels.experts import Experts
 from tq.kernels.layouts import Layout
-from tq.kernels.producer import INPUT_DTYPES, MAX_HIDDEN_SIZE, Bound, Producer, Replaced, check_like
+from tq.kernels.producer import INPUT_DTYPES, MAX_HIDDEN_SIZE, Bound, Producer, Replaced, check_like, constant
 from tq.kernels.rules import ScaleInputs
 from tq.kernels.schemes import SCHEMES, Scheme, find_scheme
 
 # What the caller may give of a scale, in the order of `ScaleInputs`.
-INPUT_NAMES = ScaleInputs._fields[:-1]
-SHARED_TENSORS = frozenset((*INPUT_NAMES, "tokens_per_expert"))
+INPUT_NAMES = ScaleInputs._fields[:-2]
+EXPERT_NAMES = Experts._fields
+SHARED_TENSORS = frozenset((*INPUT_NAMES, *EXPERT_NAMES))
 MAX_PLANS = 8192  # one for each shape seen; a few hundred bytes each
 
 _plans: dict[tuple, Plan] = {}
@@ -43,15 +46,34 @@ class Plan:
     hidden_size: int
     data_width: int
     experts: int
+    with_offsets: bool
+    per_expert: tl.constexpr
     return_unquantized: bool
     mean_group: int
     launch: Any = None
     again: Any = None
 
     @property
+    def parts(self) -> int:
+        """Scale tensors: one for each expert whose tokens have places of their own, else 0."""
+        return 0 if self.with_offsets else self.experts
+
+    @property
     def tokens(self) -> int:
-        """Rows of one expert, or all."""
-        return self.shape[-2] if self.experts else self.rows
+        """Rows of one part, or all."""
+        return self.shape[-2] if self.parts else self.rows
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of one scale tensor: with offsets, as many as the experts can need, however the tokens fall."""
+        if not self.with_offsets or not self.scheme.dynamic:
+            return self.tokens
+        return self.rows + self.experts * (self.layout.tile_rows - 1)
+
+    @property
+    def written_rows(self) -> int:
+        """Rows of one part that the kernel goes through."""
+        return self.layout.padded_rows(self.scale_rows) if self.scheme.dynamic else self.tokens
 
     @property
     def codes_shape(self) -> tuple[int, ...]:
@@ -70,7 +92,7 @@ class Prepared(NamedTuple):
     scales: torch.Tensor | None
     zero_points: torch.Tensor | None
     unquantized: torch.Tensor | None
-    tokens_per_expert: torch.Tensor | None
+    experts: Experts
 
 
 @lru_cache
@@ -98,7 +120,7 @@ def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[s
     given = {name: value for name, value in options.items() if value is not None}
     inputs = {name: given.pop(name, None) for name in INPUT_NAMES}
     min_scale, data_width = given.pop("min_scale", None), given.pop("data_width", None)
-    tokens_per_expert = given.pop("tokens_per_expert", None)
+    parted = Experts(*(given.pop(name, None) for name in EXPERT_NAMES))
     return_unquantized = given.pop("return_unquantized", False)
     layout = find_layout(op, found, given.pop("layout", None))
     bound = check_and_bind(producer, arguments, {**stands_for.options, **given})
@@ -109,8 +131,9 @@ def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[s
             f"{op}: hidden size must be a multiple of {unit} for {found.name}, got {hidden_size}; "
             f"pad the activation or take a scheme without groups"
         )
-    least = check_inputs(op, found, stands_for, inputs, min_scale, hidden_size, bound.device)
-    experts = check_experts(op, tokens_per_expert, bound)
+    experts = check_experts(op, parted, bound, found.dynamic and layout.tile_rows > 1)
+    least = check_inputs(op, found, stands_for, inputs, min_scale, hidden_size, bound.device, experts)
+    sizes = {tensor.numel() for name, tensor in inputs.items() if name in found.rule.needs and tensor is not None}
     constants = {**stands_for.options, **{k: v for k, v in given.items() if not isinstance(v, torch.Tensor)}}
     rows = math.prod(bound.shape[:-1])  # Size.numel() would make a symbolic size a constant
     width = check_width(op, data_width, hidden_size, unit)
@@ -127,6 +150,8 @@ def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[s
         hidden_size,
         width,
         experts,
+        parted.expert_offsets is not None,
+        constant(any(size > 1 for size in sizes)),
         return_unquantized,
         bound.mean_group,
     )
@@ -141,10 +166,10 @@ def allocate(plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tenso
         # A kernel writes bytes; those of E4M3 scales get their dtype when they are handed out.
         dtype = scheme.rule.stored if scheme.rule.stored.itemsize > 1 else torch.uint8
         groups = scheme.groups(plan.hidden_size)
-        if plan.experts:
-            scales = plan.layout.allocate_for_experts(plan.experts, plan.tokens, groups, dtype, device)
+        if plan.parts:
+            scales = plan.layout.allocate_for_experts(plan.parts, plan.tokens, groups, dtype, device)
         else:
-            scales = plan.layout.allocate(plan.rows, groups, dtype, device)
+            scales = plan.layout.allocate(plan.scale_rows, groups, dtype, device)
         if scheme.rule.zero_point:
             zero_points = torch.empty((plan.rows, 1), dtype=torch.int32, device=device)
     if plan.return_unquantized:
@@ -158,9 +183,11 @@ def fill(plan: Plan, arguments: tuple, options: dict[str, Any]) -> Prepared:
     given = {**plan.options, **given}
     bound = plan.producer.bind(*arguments, **given)
     codes, scales, zero_points, unquantized = allocate(plan)
-    inputs = ScaleInputs._make((*map(options.get, INPUT_NAMES), plan.min_scale))
-    counts = options.get("tokens_per_expert")
-    return Prepared(plan, bound, inputs, arguments, given, codes, scales, zero_points, unquantized, counts)
+    inputs = ScaleInputs._make((*map(options.get, INPUT_NAMES), plan.min_scale, plan.per_expert))
+    experts = Experts._make(map(options.get, EXPERT_NAMES))
+    if experts.expert_offsets is not None and experts.scale_offsets is None:
+        experts = experts._replace(scale_offsets=experts.expert_offsets)
+    return Prepared(plan, bound, inputs, arguments, given, codes, scales, zero_points, unquantized, experts)
 
 
 def prepare(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Prepared:
@@ -213,9 +240,12 @@ def check_inputs(
     min_scale: float | None,
     hidden_size: int,
     device: torch.device,
+    experts: int,
 ) -> float:
     """The least scale. Raises unless the scheme has what its rule needs and nothing else."""
     rule = scheme.rule
+    given = [tensor for name, tensor in inputs.items() if name in rule.needs and isinstance(tensor, torch.Tensor)]
+    count = experts if experts > 1 and given and given[0].numel() == experts else 1
     for name, tensor in inputs.items():
         if tensor is None:
             if name in rule.needs:
@@ -224,7 +254,8 @@ def check_inputs(
         elif name == "smooth_scale":
             check_smooth_scale(op, tensor, hidden_size, device)
         elif name in (*rule.needs, *rule.takes):
-            check_scalar(op, name, tensor, device, torch.int32 if name == "zero_point" else torch.float32)
+            dtype = torch.int32 if name == "zero_point" else torch.float32
+            check_numbers(op, name, tensor, device, dtype, count if name in rule.needs else 1)
         else:
             reason = "its scales are computed" if scheme.dynamic else "its scale is given"
             raise ValueError(f"{op}: {name} must be None for {scheme.name}, got a tensor; {reason}")
@@ -249,21 +280,50 @@ def check_width(op: str, data_width: int | None, hidden_size: int, unit: int) ->
     return data_width
 
 
-def check_experts(op: str, tokens_per_expert: torch.Tensor | None, bound: Bound) -> int:
-    """Number of experts; 0 where there are none."""
-    if tokens_per_expert is None:
+def check_experts(op: str, experts: Experts, bound: Bound, padded: bool) -> int:
+    """Number of experts; 0 where there are none. `padded`: the scales of each fill tiles."""
+    counts, offsets, scale_offsets = experts
+    if scale_offsets is not None and offsets is None:
+        raise ValueError(f"{op}: scale_offsets needs expert_offsets, got None; pass the first token of each expert")
+    if counts is None and offsets is None:
         return 0
-    if len(bound.shape) != 3:
+    if counts is not None and offsets is not None:
+        raise ValueError(f"{op}: tokens_per_expert or expert_offsets must be None, got both; pass the one that fits x")
+    if counts is not None and len(bound.shape) != 3:
         raise ValueError(
             f"{op}: tokens_per_expert needs activations [experts, tokens, hidden size], got shape {tuple(bound.shape)}"
         )
-    if not isinstance(tokens_per_expert, torch.Tensor) or tokens_per_expert.dtype not in (torch.int32, torch.int64):
-        came = getattr(tokens_per_expert, "dtype", type(tokens_per_expert).__name__)
-        raise TypeError(f"{op}: tokens_per_expert must be an int32 or int64 tensor, got {came}")
-    check_like(op, "tokens_per_expert", tokens_per_expert, torch.Size(bound.shape[:1]), bound.device)
-    if tokens_per_expert.stride(0) != 1 and bound.shape[0] > 1:
-        raise ValueError(f"{op}: stride of tokens_per_expert must be 1, got {tokens_per_expert.stride(0)}")
-    return bound.shape[0]
+    if offsets is not None and padded != (scale_offsets is not None):
+        need = "must be given" if padded else "must be None"
+        raise ValueError(
+            f"{op}: scale_offsets {need} with expert_offsets for this layout of the scales, got {scale_offsets}; pass "
+            f"the first row of the scales of each expert where a layout has tiles of rows"
+        )
+    for name, tensor in zip(EXPERT_NAMES, experts, strict=True):
+        if tensor is not None:
+            check_integers(op, name, tensor, bound.device)
+    if counts is not None:
+        check_like(op, "tokens_per_expert", counts, torch.Size(bound.shape[:1]), bound.device)
+        return bound.shape[0]
+    if offsets is None or offsets.numel() < 2:
+        raise ValueError(f"{op}: expert_offsets must have an element more than there are experts, got {offsets}")
+    if scale_offsets is not None:
+        check_like(op, "scale_offsets", scale_offsets, offsets.shape, bound.device)
+    return offsets.numel() - 1
+
+
+def check_integers(op: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises unless `tensor` is a contiguous vector of integers on `device`."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        came = getattr(tensor, "dtype", type(tensor).__name__)
+        raise TypeError(f"{op}: {name} must be an int32 or int64 tensor, got {came}")
+    if tensor.dim() != 1 or (tensor.numel() > 1 and tensor.stride(0) != 1):
+        raise ValueError(
+            f"{op}: {name} must be contiguous with one dimension, got shape {tuple(tensor.shape)} with strides "
+            f"{tuple(tensor.stride())}; pass {name}.contiguous()"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{op}: {name} must be on {device} as x is, got {tensor.device}; move it there")
 
 
 def check_smooth_scale(op: str, tensor: torch.Tensor, hidden_size: int, device: torch.device) -> None:
@@ -275,15 +335,23 @@ def check_smooth_scale(op: str, tensor: torch.Tensor, hidden_size: int, device: 
         raise ValueError(f"{op}: stride of smooth_scale must be 1, got {tensor.stride(0)}; pass it contiguous")
 
 
-def check_scalar(
-    op: str, name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype = torch.float32
+def check_scalar(op: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises unless `tensor` is one fp32 number on `device`."""
+    check_numbers(op, name, tensor, device, torch.float32, 1)
+
+
+def check_numbers(
+    op: str, name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, count: int
 ) -> None:
-    """Raises unless `tensor` is one number of `dtype` on `device`."""
+    """Raises unless `tensor` has `count` numbers of `dtype` on `device`."""
     wanted = str(dtype).removeprefix("torch.")
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
         came = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"{op}: {name} must be a {wanted} tensor, got {came}; pass torch.tensor([value])")
-    if tensor.numel() != 1:
-        raise ValueError(f"{op}: {name} must have one element, got shape {tuple(tensor.shape)}")
+    if tensor.numel() != count:
+        number = "one element" if count == 1 else f"{count} elements, one for each expert"
+        raise ValueError(f"{op}: {name} must have {number}, got shape {tuple(tensor.shape)}")
+    if count > 1 and not tensor.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous, got strides {tuple(tensor.stride())}")
     if tensor.device != device:
         raise ValueError(f"{op}: {name} must be on {device} as x is, got {tensor.device}; move it there")

@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 
 from tq.kernels.device import load_vector, store_rows
+from tq.kernels.rules.base import load_given
 
 
 class Tiling(NamedTuple):
     """How [M, N] is cut: a program has TILES tiles, PROGRAMS programs share a row. Consecutive programs are neighbours
     in memory; with PROGRAMS = 1 a program sees its rows entirely. WIDTH: columns of the codes, those past N zero.
-    MEAN_GROUP: see `Bound`; it divides BLOCK_N."""
+    MEAN_GROUP: see `Bound`; it divides BLOCK_N. EXPERTS: those with offsets, and the next power of two."""
 
     N: tl.constexpr
     WIDTH: tl.constexpr
@@ -27,22 +28,33 @@ class Tiling(NamedTuple):
     TILES: tl.constexpr
     PROGRAMS: tl.constexpr
     MEAN_GROUP: tl.constexpr
+    EXPERTS: tl.constexpr
+    EXPERTS_PADDED: tl.constexpr
 
 
 @triton.jit
-def rows_of(M, padded_M, tokens_per_expert, tiling):
-    """(row, token, exists, expert) of this program: row and token int64 [BLOCK_M, 1], the token counted in its expert.
-    A row times its stride leaves 32 bits."""
+def rows_of(M, padded_M, tokens_per_expert, expert_offsets, scale_offsets, tiling):
+    """(row, token, exists, part, expert) of this program. row, token: int64 [BLOCK_M, 1], in the activation and in the
+    scales, of which each expert has a `part` where tokens are counted by expert. expert: whose given scales are meant,
+    a scalar or [BLOCK_M, 1, 1]. A row times its stride leaves 32 bits."""
     block = tl.program_id(0) // tiling.PROGRAMS
-    if tokens_per_expert is None:
-        token = (block.to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
-        rows = (token, token, token < M, 0)
-    else:
+    if tokens_per_expert is not None:
         blocks = tl.cdiv(padded_M, tiling.BLOCK_M)
         expert = (block // blocks).to(tl.int64)
         token = ((block % blocks).to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
         exists = (token < tl.load(tokens_per_expert + expert)) & (token < M)
-        rows = (token + expert * M, token, exists, expert)
+        rows = (token + expert * M, token, exists, expert, expert)
+    elif expert_offsets is not None:
+        token = (block.to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
+        experts = tl.arange(0, tiling.EXPERTS_PADDED)[None, :]
+        starts = tl.load(scale_offsets + experts, mask=experts < tiling.EXPERTS, other=0x7FFFFFFF)
+        expert = tl.sum((starts <= token).to(tl.int32), 1, keep_dims=True) - 1
+        begin, end = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
+        row = token - tl.load(scale_offsets + expert) + begin
+        rows = (row, token, (row < end) & (row < M), 0, expert[:, :, None])
+    else:
+        token = (block.to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
+        rows = (token, token, token < M, 0, 0)
     return rows
 
 
@@ -188,33 +200,33 @@ def maxima_of(y, shared, scheme):
 
 
 @triton.jit
-def scale_places(scales, token, expert, t: tl.constexpr, scheme, layout, tiling):
+def scale_places(scales, token, part, t: tl.constexpr, scheme, layout, tiling):
     """(address, whether it exists) of the scales of tile t, [BLOCK_M, groups, 1]. scales: pointer and strides of token,
-    group and expert."""
+    group and part."""
     if scheme.GROUP <= 0:
         group = tl.zeros([1, 1, 1], tl.int32)
     else:
         groups: tl.constexpr = tiling.BLOCK_N // scheme.GROUP
         group = (tl.arange(0, groups) + first_of(t, groups, tiling))[None, :, None]
-    return scale_address(scales, token[:, :, None], group, expert, layout), group * scheme.GROUP < tiling.N
+    return scale_address(scales, token[:, :, None], group, part, layout), group * scheme.GROUP < tiling.N
 
 
 @triton.jit
-def scale_address(scales, token, group, expert, layout):
+def scale_address(scales, token, group, part, layout):
     """Where the scale of a token and a group lies."""
     pointer = scales[0]
     if layout.BYTES:
         pointer = pointer.to(tl.pointer_type(tl.uint8), bitcast=True)
-    return pointer + layout.offset(token, group, scales[1], scales[2]) + expert * scales[3]
+    return pointer + layout.offset(token, group, scales[1], scales[2]) + part * scales[3]
 
 
 @triton.jit
-def clear_missing_groups(scales, token, written, expert, scheme, layout, tiling):
+def clear_missing_groups(scales, token, written, part, scheme, layout, tiling):
     """Zeros for the scales of groups that a row does not have and its layout does; by the first program of a row."""
     groups: tl.constexpr = tiling.N // scheme.GROUP
     if groups < layout.GROUPS:
         group = (tl.arange(0, 4) + groups)[None, :]
-        address = scale_address(scales, token, group, expert, layout)
+        address = scale_address(scales, token, group, part, layout)
         end = tl.where(tl.program_id(0) % tiling.PROGRAMS == 0, layout.GROUPS, 0)
         tl.store(address, tl.zeros([tiling.BLOCK_M, 4], tl.uint8), mask=(group < end) & written)
 
@@ -232,6 +244,8 @@ def quantize_rows_kernel(
     M,
     padded_M,
     tokens_per_expert,
+    expert_offsets,
+    scale_offsets,
     producer,
     args,
     scheme,
@@ -241,8 +255,8 @@ def quantize_rows_kernel(
 ):
     """store(quantize(produce(args), scheme)). Tokens in [M, padded_M) exist for the scales alone and are zero; those an
     expert does not have are left as they are."""
-    given = scheme.rule.load(inputs)
-    row, token, exists, expert = rows_of(M, padded_M, tokens_per_expert, tiling)
+    row, token, exists, part, expert = rows_of(M, padded_M, tokens_per_expert, expert_offsets, scale_offsets, tiling)
+    given = scheme.rule.load(inputs, expert)
     if tokens_per_expert is not None:
         if tl.sum(exists.to(tl.int32)) == 0:  # most programs, where few experts are busy
             return
@@ -261,15 +275,18 @@ def quantize_rows_kernel(
         fitted = scheme.rule.fit(maxima, given, scheme.code)
         tile_codes = scheme.code.encode(scheme.rule.scaled(y_groups, fitted, maxima, given, scheme.code))
         place_codes, mask = code_places(codes, row, exists, t, scheme, tiling)
-        tl.store(place_codes, tl.reshape(tile_codes, place_codes.shape), mask=mask)
+        tile_codes = tl.reshape(tile_codes, place_codes.shape)
+        if len(fitted) > 1:  # the code of 0 is the zero point
+            tile_codes = tl.where(inside(t, columns_of(t, tiling), tiling), tile_codes, 0)
+        tl.store(place_codes, tile_codes, mask=mask)
         if scheme.GROUP > 0 or (scheme.GROUP == 0 and t == 0):
-            address, there = scale_places(place, token, expert, t, scheme, layout, tiling)
+            address, there = scale_places(place, token, part, t, scheme, layout, tiling)
             stored = tl.where(exists[:, :, None], scheme.rule.store(fitted[0]), 0)
             tl.store(address, stored, mask=there & written[:, :, None])
             if len(fitted) > 1:
                 tl.store(zero_points + row[:, :, None], fitted[1].to(tl.int32), mask=exists[:, :, None])
     if scheme.GROUP > 0:
-        clear_missing_groups(place, token, written, expert, scheme, layout, tiling)
+        clear_missing_groups(place, token, written, part, scheme, layout, tiling)
 
 
 # Columns of the report of check_rows_kernel.
@@ -282,7 +299,7 @@ def total(values):
     return tl.sum(tl.sum(values.to(tl.float32), 2), 1, keep_dims=True)
 
 
-@triton.jit(do_not_specialize=["scale_row_stride", "scale_group_stride", "scale_expert_stride", "M"])
+@triton.jit(do_not_specialize=["scale_row_stride", "scale_group_stride", "scale_expert_stride", "M", "padded_M"])
 def check_rows_kernel(
     codes,
     scales,
@@ -292,7 +309,10 @@ def check_rows_kernel(
     zero_points,
     report,
     M,
+    padded_M,
     tokens_per_expert,
+    expert_offsets,
+    scale_offsets,
     producer,
     args,
     scheme,
@@ -304,10 +324,10 @@ def check_rows_kernel(
 
     A code is wrong where it is not the one of y at the stored scale; a scale, where it or its zero point is not the one
     fitted to y. The worst error is over elements inside the code's range, half a spacing beyond its largest value
-    included, in units of the code's spacing there; the others are saturated. Each token is summed by one program in a
-    fixed order, so two runs agree bit for bit. Needs PROGRAMS = 1."""
-    given = scheme.rule.load(inputs)
-    row, token, exists, expert = rows_of(M, M, tokens_per_expert, tiling)
+    included, in units of the code's spacing there; the others are saturated. A scale of 0 has no such unit. Each token
+    is summed by one program in a fixed order, so two runs agree bit for bit. Needs PROGRAMS = 1."""
+    row, token, exists, part, expert = rows_of(M, padded_M, tokens_per_expert, expert_offsets, scale_offsets, tiling)
+    given = scheme.rule.load(inputs, expert)
     place = (scales, scale_row_stride, scale_group_stride, scale_expert_stride)
     y_tiles = smooth(produce(producer, args, row, exists, tiling), inputs, tiling)
     shared = row_maxima(y_tiles, scheme, tiling)
@@ -323,13 +343,16 @@ def check_rows_kernel(
         y = grouped(y_tiles[t], scheme, tiling)
         maxima = maxima_of(y, shared, scheme)
         fitted = scheme.rule.fit(maxima, given, scheme.code)
-        address, there = scale_places(place, token, expert, t, scheme, layout, tiling)
-        there = there & exists[:, :, None]
-        stored = (tl.where(there, scheme.rule.restore(tl.load(address, mask=there, other=0)), 1.0),)
-        if len(fitted) > 1:
-            if scheme.GROUP < 0:
+        if scheme.GROUP < 0:
+            there = exists[:, :, None]
+            stored = (tl.zeros([tiling.BLOCK_M, 1, 1], tl.float32) + load_given(scales, inputs, expert),)
+            if len(fitted) > 1:
                 stored = stored + (fitted[1],)
-            else:
+        else:
+            address, there = scale_places(place, token, part, t, scheme, layout, tiling)
+            there = there & exists[:, :, None]
+            stored = (tl.where(there, scheme.rule.restore(tl.load(address, mask=there, other=0)), 1.0),)
+            if len(fitted) > 1:
                 stored = stored + (tl.load(zero_points + row[:, :, None], mask=there, other=0).to(tl.float32),)
         if scheme.GROUP > 0 or t == 0:
             differs = stored[0] != fitted[0]
@@ -338,16 +361,20 @@ def check_rows_kernel(
             wrong_scales += total(there & differs)
             nonfinite += total(there & ((stored[0] != stored[0]) | (tl.abs(stored[0]) == float("inf"))))
         quotient = scheme.rule.scaled(y, stored, maxima, given, scheme.code)
-        wrong_codes += total(byte_mask & (stored_codes != scheme.code.encode(quotient)))
+        right = scheme.code.encode(quotient)
+        if len(fitted) > 1:
+            right = tl.where(mask, right, 0)
+        wrong_codes += total(byte_mask & (stored_codes != right))
         spacing = scheme.code.spacing(quotient)
-        beyond = tl.abs(quotient) > scheme.code.MAX + 0.5 * spacing
+        nearest = scheme.code.decode(right)
+        beyond = tl.abs(quotient - nearest) > 0.5 * scheme.code.spacing(nearest)
         saturated += total(mask & beyond)
         error = tl.abs(scheme.rule.value(scheme.code.decode(stored_codes), stored, given) - y)
         known = mask & (error == error)
         signal += total(tl.where(known, y * y, 0.0))
         noise += total(tl.where(known, error * error, 0.0))
         unit = spacing * scheme.rule.value(tl.full(stored[0].shape, 1.0, tl.float32), (stored[0], 0.0), given)
-        ulps = tl.where(known & (beyond == 0) & (error > 0.0), error / unit, 0.0)
+        ulps = tl.where(known & (beyond == 0) & (unit > 0.0), error / unit, 0.0)
         worst = tl.maximum(worst, tl.max(tl.max(ulps, 2), 1, keep_dims=True))
     report_row = report + row * 7
     tl.store(report_row, worst, mask=exists)

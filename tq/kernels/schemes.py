@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import triton.language as tl
 
@@ -147,9 +148,9 @@ def find_scheme(op: str, scheme: str) -> Scheme:
 
 
 # vLLM's least FP8 scale, 1 / (448 * 512), and what its group quantizers' floor of 1e-10 on amax comes to, in fp32.
-VLLM_MIN_SCALE = float(torch.tensor(1.0) / (448.0 * 512.0))
-VLLM_GROUP_MIN_SCALE = float(torch.tensor(1e-10) / 448.0)
-VLLM_INT8_GROUP_MIN_SCALE = float(torch.tensor(1e-10) / 127.0)
+VLLM_MIN_SCALE = float(np.float32(1.0) / np.float32(448.0 * 512.0))
+VLLM_GROUP_MIN_SCALE = float(np.float32(1e-10) / np.float32(448.0))
+VLLM_INT8_GROUP_MIN_SCALE = float(np.float32(1e-10) / np.float32(127.0))
 
 FP8_TENSOR = register_scheme(Scheme("fp8_tensor", E4M3, "tensor", STATIC, quantizer="_C.static_scaled_fp8_quant"))
 FP8_TOKEN = register_scheme(
@@ -181,7 +182,7 @@ FP8_GROUP128_POW2 = register_scheme(
         FP8_GROUP128,
         name="fp8_group128_pow2",
         rule=POWER_OF_TWO,
-        min_scale=float(torch.tensor(1e-10)),
+        min_scale=float(np.float32(1e-10)),
         layouts=(TMA_ALIGNED, COLUMN_MAJOR, ROW_MAJOR),
     )
 )

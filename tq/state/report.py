@@ -114,6 +114,6 @@ def check(
         if quantized.dtype != state.dtype:
             raise TypeError(f"{op}: quantized must be {state.dtype} as the state is, got {quantized.dtype}")
         after = after._replace(slots=cache.slots)
-    report = torch.empty(slots.shape[0], state.shape[1], len(REPORT), device=state.device)
+    report = torch.empty(slots.shape[0], state.shape[1], len(REPORT), dtype=torch.float32, device=state.device)
     run(check_kernel, slots.shape[0], launch, state.device, cache, after, report)
     return StateReport(report)

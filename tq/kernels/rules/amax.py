@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +21,7 @@ from tq.kernels.rules.given import (
 
 
 @triton.jit
-def load_amax(inputs):
+def load_amax(inputs, expert):
     """The bounds of amax from above and of the scale from below."""
     limit = 3.4028234663852886e38
     if inputs.scale_ub is not None:
@@ -57,7 +58,7 @@ def reference_fit_amax(maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, co
 def reference_scaled_by_inverse(
     y: torch.Tensor, fitted: tuple[torch.Tensor, ...], maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, code: Code
 ) -> torch.Tensor:
-    least = torch.tensor(inputs.min_scale, dtype=torch.float32) * code.max
+    least = np.float32(inputs.min_scale) * np.float32(code.max)
     amax = bounded(maxima[0], inputs).clamp(min=float(least))
     return y * (torch.full_like(amax, code.max) / amax)
 

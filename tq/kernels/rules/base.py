@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl  # noqa: F401 - the interpreter looks for it in the module of a jit function
+import triton.language as tl
 
 from tq.kernels.codes import Code
 from tq.kernels.device import magnitude
@@ -20,7 +20,7 @@ SMALLEST_MIN_SCALE = 2.0**-80
 
 class ScaleInputs(NamedTuple):
     """What the caller gives, as tensors or None. scale, scale_ub, global_scale_inv: fp32, one element; zero_point:
-    int32, one element; smooth_scale: [N]."""
+    int32, one element; smooth_scale: [N]. PER_EXPERT: scale, zero_point and global_scale_inv have one for each."""
 
     scale: torch.Tensor | None = None
     scale_ub: torch.Tensor | None = None
@@ -28,6 +28,7 @@ class ScaleInputs(NamedTuple):
     smooth_scale: torch.Tensor | None = None
     global_scale_inv: torch.Tensor | None = None
     min_scale: float = 0.0
+    PER_EXPERT: tl.constexpr = tl.constexpr(False)
 
 
 class DeviceRule(NamedTuple):
@@ -40,6 +41,16 @@ class DeviceRule(NamedTuple):
     value: Any
     store: Any
     restore: Any
+
+
+@triton.jit
+def load_given(pointer, inputs, expert):
+    """The one number there, or that of the expert: a scalar, or [BLOCK_M, 1, 1]."""
+    if inputs.PER_EXPERT:
+        value = tl.load(pointer + expert)
+    else:
+        value = tl.load(pointer)
+    return value
 
 
 @triton.jit
@@ -63,7 +74,7 @@ def reference_amax(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class ScaleRule:
     """How scales are made, applied and stored. `fitted` is (scale,), or (scale, zero point) in fp32.
 
-    load(inputs) -> given: reads `ScaleInputs` first thing in a kernel, so that the latency overlaps that of the rows.
+    load(inputs, expert) -> given: reads `ScaleInputs` first thing in a kernel, so that its latency overlaps the rows'.
     peaks: functions of a tile whose maximum over what shares a scale is wanted; none for a given scale. fit(maxima,
     given, code) -> fitted. scaled(y, fitted, maxima, given, code) -> what is encoded. value(decoded, fitted, given) ->
     what the codes stand for. store(scale) -> what the scale tensor holds, of dtype `stored`; restore, its inverse. The

@@ -11,13 +11,13 @@ import triton.language as tl
 
 from tq.kernels.codes import Code
 from tq.kernels.device import divide, exact_reciprocal
-from tq.kernels.rules.base import ScaleInputs, ScaleRule
+from tq.kernels.rules.base import ScaleInputs, ScaleRule, load_given
 
 
 @triton.jit
-def load_static(inputs):
+def load_static(inputs, expert):
     """The given scale."""
-    return (tl.load(inputs.scale),)
+    return (load_given(inputs.scale, inputs, expert),)
 
 
 @triton.jit
@@ -38,10 +38,19 @@ def scaled_by_division(y, fitted, maxima, given, code):
     return divide(y, fitted[0], exact_reciprocal(fitted[0]))
 
 
+@triton.jit
+def scaled_by_given_division(y, fitted, maxima, given, code):
+    """y / scale, IEEE, up to twice the code's range and there an end of it: a given scale bounds no quotient, and
+    `divide` makes NaN of one that leaves fp32."""
+    limit = fitted[0] * (2.0 * code.MAX)
+    bounded = tl.where(y == y, tl.minimum(tl.maximum(y, -limit), limit), y)
+    return divide(bounded, fitted[0], exact_reciprocal(fitted[0]))
+
+
 def reference_fit_static(maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, code: Code) -> tuple[torch.Tensor, ...]:
     if inputs.scale is None:
         raise ValueError("fit_static: scale must be given, got None")
-    return (inputs.scale.reshape(1, 1).expand_as(maxima[0]),)
+    return (inputs.scale.reshape(-1, 1).expand_as(maxima[0]),)
 
 
 def reference_scaled_by_reciprocal(y: torch.Tensor, fitted: tuple[torch.Tensor, ...], *rest: Any) -> torch.Tensor:
@@ -50,6 +59,13 @@ def reference_scaled_by_reciprocal(y: torch.Tensor, fitted: tuple[torch.Tensor, 
 
 def reference_scaled_by_division(y: torch.Tensor, fitted: tuple[torch.Tensor, ...], *rest: Any) -> torch.Tensor:
     return torch.where(y.isinf(), torch.nan, y / fitted[0])
+
+
+def reference_scaled_by_given_division(
+    y: torch.Tensor, fitted: tuple[torch.Tensor, ...], maxima: Any, inputs: ScaleInputs, code: Code
+) -> torch.Tensor:
+    limit = fitted[0] * (2.0 * code.max)
+    return torch.maximum(torch.minimum(y, limit), -limit) / fitted[0]
 
 
 # vLLM's static FP8 quantizer multiplies by the reciprocal of the scale, its static INT8 quantizer divides.
@@ -63,4 +79,4 @@ STATIC = ScaleRule(
     needs=("scale",),
     takes=(),
 )
-STATIC_DIVIDING = replace(STATIC, scaled=scaled_by_division, reference_scaled=reference_scaled_by_division)
+STATIC_DIVIDING = replace(STATIC, scaled=scaled_by_given_division, reference_scaled=reference_scaled_by_given_division)

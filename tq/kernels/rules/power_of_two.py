@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -76,13 +78,13 @@ def reference_fit_exponent(
         mantissa, exponent = torch.frexp(amax / code.max)
         exponent = exponent - (mantissa == 0.5).int()
     else:
-        exponent = exponent - int(torch.frexp(torch.tensor(code.max)).exponent)
+        exponent = exponent - math.frexp(code.max)[1]
         if rounding == "round":
             exponent = exponent + (mantissa >= 1.0 - 2.0 ** -(code.mantissa_bits + 2)).int()
     exponent = torch.where(amax == 0.0, -127, exponent)
     if inputs.min_scale > 0.0:
-        mantissa, least = torch.frexp(torch.tensor(inputs.min_scale, dtype=torch.float32))
-        exponent = exponent.clamp(min=int(least) - int(mantissa == 0.5))
+        fraction, least = math.frexp(np.float32(inputs.min_scale))
+        exponent = exponent.clamp(min=least - int(fraction == 0.5))
     return (torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)).float(),)
 
 

@@ -10,13 +10,13 @@ import triton.language as tl
 
 from tq.kernels.codes import E4M3, Code, decode_e4m3, encode_e4m3
 from tq.kernels.device import exact_reciprocal
-from tq.kernels.rules.base import ScaleInputs, ScaleRule
+from tq.kernels.rules.base import ScaleInputs, ScaleRule, load_given
 
 
 @triton.jit
-def load_global(inputs):
+def load_global(inputs, expert):
     """The inverse of the tensor's scale, a multiplier, and its reciprocal."""
-    multiplier = tl.load(inputs.global_scale_inv)
+    multiplier = load_given(inputs.global_scale_inv, inputs, expert)
     return multiplier, exact_reciprocal(tl.full([1, 1, 1], 0.0, tl.float32) + multiplier)
 
 
@@ -40,29 +40,30 @@ def value_global(decoded, fitted, given):
     return decoded * (fitted[0] * given[1])
 
 
-def global_of(inputs: ScaleInputs) -> torch.Tensor:
+def global_of(inputs: ScaleInputs, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of the tensor's scale, or that of each row's expert, to go with `like` [M, ...]."""
     if inputs.global_scale_inv is None:
         raise ValueError("nvfp4: global_scale_inv must be given, got None")
-    return inputs.global_scale_inv.reshape(())
+    return inputs.global_scale_inv.reshape(-1, *(1 for _ in like.shape[1:]))
 
 
 def reference_fit_global(maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, code: Code) -> tuple[torch.Tensor, ...]:
     inverse = torch.ones_like(maxima[0]) / torch.full_like(maxima[0], code.max)
-    scale = E4M3.reference_decode(E4M3.reference_encode(global_of(inputs) * (maxima[0] * inverse)))
+    scale = E4M3.reference_decode(E4M3.reference_encode(global_of(inputs, inverse) * (maxima[0] * inverse)))
     return (scale,)
 
 
 def reference_scaled_by_global(
     y: torch.Tensor, fitted: tuple[torch.Tensor, ...], maxima: Any, inputs: ScaleInputs, code: Code
 ) -> torch.Tensor:
-    factor = fitted[0] * (torch.ones_like(fitted[0]) / global_of(inputs))
+    factor = fitted[0] * (torch.ones_like(fitted[0]) / global_of(inputs, fitted[0]))
     return y * torch.where(fitted[0] > 0.0, torch.ones_like(factor) / factor, 0.0)
 
 
 def reference_value_global(
     decoded: torch.Tensor, fitted: tuple[torch.Tensor, ...], inputs: ScaleInputs
 ) -> torch.Tensor:
-    return decoded * (fitted[0] * (torch.ones_like(fitted[0]) / global_of(inputs)))
+    return decoded * (fitted[0] * (torch.ones_like(fitted[0]) / global_of(inputs, fitted[0])))
 
 
 GLOBAL = ScaleRule(

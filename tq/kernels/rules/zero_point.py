@@ -12,7 +12,7 @@ import triton.language as tl
 from tq.kernels.codes import Code
 from tq.kernels.device import exact_reciprocal, round_to_integer
 from tq.kernels.rules.amax import load_amax
-from tq.kernels.rules.base import FLT_MAX, ScaleInputs
+from tq.kernels.rules.base import FLT_MAX, ScaleInputs, load_given
 from tq.kernels.rules.given import STATIC, reference_fit_static, reference_scaled_by_reciprocal
 
 # A zero point stays below 2^16 and exact: a row whose values differ by less than 0.4 % of their largest has a wider
@@ -21,9 +21,10 @@ ZERO_POINT_LIMIT = 2.0**-16
 
 
 @triton.jit
-def load_static_zero_point(inputs):
+def load_static_zero_point(inputs, expert):
     """The given scale and zero point."""
-    return tl.load(inputs.scale), tl.load(inputs.zero_point).to(tl.float32)
+    zero_point = load_given(inputs.zero_point, inputs, expert)
+    return load_given(inputs.scale, inputs, expert), zero_point.to(tl.float32)
 
 
 @triton.jit
@@ -48,9 +49,12 @@ def lowest(value):
 @triton.jit
 def fit_range(maxima, given, code):
     """scale = max((max - min) / 255, amax * 2^-16, min_scale), zero point = round(-128 - min / scale)."""
-    limit = tl.minimum(given[0], 1.7014118346046923e38)  # half of FLT_MAX: the range stays finite
+    limit = tl.minimum(given[0], 1.7014117331926443e38)  # half of FLT_MAX: the range stays finite
     high = tl.maximum(tl.minimum(maxima[0], limit), -limit)
     low = -tl.maximum(tl.minimum(maxima[1], limit), -limit)
+    empty = high < low  # nothing but NaN
+    high = tl.where(empty, 0.0, high)
+    low = tl.where(empty, 0.0, low)
     scale = tl.div_rn(high - low, tl.full(high.shape, 255.0, tl.float32))
     amax = tl.maximum(tl.abs(high), tl.abs(low))
     scale = tl.maximum(tl.maximum(scale, amax * 1.52587890625e-05), given[1])
@@ -75,7 +79,7 @@ def reference_fit_static_zero_point(
 ) -> tuple[torch.Tensor, ...]:
     if inputs.zero_point is None:
         raise ValueError("fit_static_zero_point: zero_point must be given, got None")
-    zero_point = inputs.zero_point.float().reshape(1, 1).expand_as(maxima[0])
+    zero_point = inputs.zero_point.float().reshape(-1, 1).expand_as(maxima[0])
     return *reference_fit_static(maxima, inputs, code), zero_point
 
 
@@ -86,9 +90,12 @@ def reference_extremes(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def reference_fit_range(maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, code: Code) -> tuple[torch.Tensor, ...]:
-    limit = torch.tensor(FLT_MAX / 2) if inputs.scale_ub is None else inputs.scale_ub.reshape(()).clamp(max=FLT_MAX / 2)
+    limit = torch.full_like(maxima[0], FLT_MAX / 2)
+    if inputs.scale_ub is not None:
+        limit = torch.minimum(limit, inputs.scale_ub.reshape(()))
     high, low = (torch.maximum(torch.minimum(extreme, limit), -limit) for extreme in (maxima[0], maxima[1]))
-    low = -low
+    empty = high < -low
+    high, low = high.masked_fill(empty, 0.0), (-low).masked_fill(empty, 0.0)
     scale = (high - low) / torch.full_like(high, 255.0)
     scale = torch.maximum(scale, torch.maximum(high.abs(), low.abs()) * ZERO_POINT_LIMIT).clamp(min=inputs.min_scale)
     return scale, torch.round(-128.0 - low / scale)
