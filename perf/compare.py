@@ -107,9 +107,10 @@ def compare(
     # A machine that is slower as a whole shows in the peers too.
     peers = ", ".join(f"{peer} {mean(changes(old_rows, new_rows, peer))}" for peer in PEERS)
     lost = sum(change.lost for change in found)
-    console.print(f"{len(found)} rows: {lost} lost; in the mean {OURS} {mean(found)}, {peers}")
+    console.print(f"{len(found)} rows: {lost} lost; in the mean {OURS} {mean(found)}, {peers}", soft_wrap=True)
     if missing:
-        console.print(f"{len(missing)} rows of {old} are missing, the first {' '.join(map(str, missing[0]))}")
+        first = " ".join(map(str, missing[0]))
+        console.print(f"{len(missing)} rows of {old} are missing, the first {first}", soft_wrap=True)
     raise typer.Exit(1 if lost or (missing and not part) else 0)
 
 

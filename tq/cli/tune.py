@@ -127,4 +127,4 @@ def tune(
             provenance.write(path, document, rows)
             tables.table.cache_clear()
     show(console, found)
-    console.print(f"{path}: {len(found)} of {len(keys)} keys tuned")
+    console.print(f"{path}: {len(found)} of {len(keys)} keys tuned", soft_wrap=True)
