@@ -1,9 +1,9 @@
 """Searching the space of a template for the configurations that are fastest on this machine's GPU.
 
 What is timed is pruned by a model of one SM, the same from sm_80 to sm_100: 65536 registers, 2048 threads, 32 programs.
-A thread needs 32 registers and 1.5 for each element that it holds (as it is read, and as fp32). Left out is what would
-spill, what leaves more lanes idle than it must (an eighth, if it can be had), what gives a thread less than 4 or more
-than 16 elements of a tile, and what fills less than a quarter of the SM with warps.
+A thread needs 16 registers and 2.25 for each element that it holds (perf/notes.md). Left out is what gives a thread less
+than 4 or more than 16 elements of a tile; what has more idle lanes than an eighth, more registers than there are, or, for
+many tokens, less than 24 KiB of rows under way on an SM, unless all others are about as bad.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from tq.kernels.plan import Prepared, fill
 from tq.kernels.tuning import FEW_ELEMENTS, Key, RowConfig
 
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of an SM
-LEAST_WARPS = THREADS // 32 // 4
 MOST_IDLE = 1 / 8
+UNDER_WAY = 24 << 10  # bandwidth times latency of an H200, for each of its SMs, is about that
+NEAR = 1.1  # of the best: about as bad
 # What is this much slower than the best at one number of tokens is not timed at the others.
 HOPELESS = 1.25
 # The heuristic stays unless something gains more than this, and nothing may lose more at any number of tokens.
@@ -38,12 +39,12 @@ TOKENS = (8192, 1024, 128, 16, 1)
 
 class Model(NamedTuple):
     """What a configuration asks of an SM. lane: elements of a thread in one tile. idle: share of the lanes past the
-    row. resident: warps on an SM."""
+    row. registers: those needed, of those that a program may have. under_way: bytes of the rows on an SM."""
 
     lane: float
-    registers: float
     idle: float
-    resident: int
+    registers: float
+    under_way: float
 
 
 class Found(NamedTuple):
@@ -61,14 +62,15 @@ class Found(NamedTuple):
         return 1.0 / relative(self.times, self.before)
 
 
-def model(config: RowConfig, hidden_size: int) -> Model:
+def model(config: RowConfig, key: Key) -> Model:
     """The model at the top."""
     threads, width = 32 * config.num_warps, config.block_n * config.tiles
     lane = config.block_m * config.block_n / threads
-    registers = 32 + 1.5 * lane * config.tiles
-    idle = 1.0 - hidden_size / (-(-hidden_size // width) * width)
-    programs = min(int(REGISTERS / (registers * threads)), THREADS // threads, PROGRAMS)
-    return Model(lane, registers, idle, programs * config.num_warps)
+    needed = 16 + 2.25 * lane * config.tiles
+    idle = 1.0 - key.hidden_size / (-(-key.hidden_size // width) * width)
+    programs = max(min(int(REGISTERS / (needed * threads)), THREADS // threads, PROGRAMS), 1)
+    registers = max(needed * threads / REGISTERS, needed / 255)
+    return Model(lane, idle, registers, programs * config.block_m * width * (1.0 - idle) * key.row_bytes)
 
 
 def shapes(key: Key) -> Iterator[RowConfig]:
@@ -83,18 +85,19 @@ def shapes(key: Key) -> Iterator[RowConfig]:
 
 def candidates(key: Key) -> list[RowConfig]:
     """What the model leaves of the space; of those that differ in the shape of a tile alone, the widest."""
-    models = {config: model(config, key.hidden_size) for config in shapes(key)}
-    least_idle = min(found.idle for found in models.values())
+    models = {config: model(config, key) for config in shapes(key)}
+    models = {config: found for config, found in models.items() if 4 <= found.lane <= 16}
+    if not models:
+        return []
+    idle = max(MOST_IDLE, min(found.idle for found in models.values()))
+    registers = max(1.0, NEAR * min(found.registers for found in models.values()))
+    models = {config: m for config, m in models.items() if m.idle <= idle and m.registers <= registers}
+    most = max((found.under_way for found in models.values()), default=0.0)
+    under_way = 0.0 if key.tokens == "few" else min(UNDER_WAY, most / NEAR)
     widest: dict[tuple[int, ...], RowConfig] = {}
-    for config, found in models.items():
-        if (
-            4 <= found.lane <= 16
-            and found.registers <= 255
-            and found.idle <= max(MOST_IDLE, least_idle)
-            and found.resident >= LEAST_WARPS
-        ):
-            alike = config.block_m * config.block_n, config.tiles, config.num_warps
-            widest[alike] = max(config, widest.get(alike, config), key=lambda each: each.block_n)
+    for config in (config for config, found in models.items() if found.under_way >= under_way):
+        alike = config.block_m * config.block_n, config.tiles, config.num_warps
+        widest[alike] = max(config, widest.get(alike, config), key=lambda each: each.block_n)
     return list(widest.values())
 
 
