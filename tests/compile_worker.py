@@ -21,7 +21,8 @@ from tq.bench.cases import static_inputs
 from tq.kernels import check as check_module
 from tq.kernels import launch as launch_module
 from tq.kernels.plan import prepare
-from tq.kernels.rows import check_rows_kernel, quantize_rows_kernel
+from tq.kernels.rows import quantize_rows_kernel
+from tq.kernels.rows_check import check_rows_kernel
 from tq.kernels.target import Target, cuda_target
 
 

@@ -56,25 +56,16 @@ ROUNDINGS = {
 SCHEME_LAYOUTS = [(scheme.name, layout.name) for scheme in tq.SCHEMES.values() for layout in scheme.layouts]
 
 
-def covering_pairs() -> list[tuple[str, str]]:
-    """Every producer with a scheme of each granularity, and every other scheme with a producer in turn.
-
-    What a pair does follows from its parts, so that not all of them need be tried everywhere.
-    """
-    producers, of_granularity = list(tq.PRODUCERS), {}
-    for name, scheme in tq.SCHEMES.items():
-        of_granularity.setdefault(scheme.granularity, name)
-    others = [name for name in tq.SCHEMES if name not in of_granularity.values()]
-    pairs = [(producer, scheme) for producer in producers for scheme in of_granularity.values()]
-    return pairs + [(producers[i % len(producers)], scheme) for i, scheme in enumerate(others)]
-
-
-PAIRS = covering_pairs()
-# Every scheme with one producer, the producers in turn.
+# What a pair does follows from its parts, so that not all of them need be tried everywhere: every scheme with one
+# the producers in turn; there are fewer of these.
 ONE_EACH = [(list(tq.PRODUCERS)[i % len(tq.PRODUCERS)], scheme) for i, scheme in enumerate(tq.SCHEMES)]
+PAIRS = ONE_EACH
 ALL_PAIRS = [(producer, scheme) for producer in tq.PRODUCERS for scheme in tq.SCHEMES]
 PAIR_LAYOUTS = [(producer, scheme, layout.name) for producer, scheme in PAIRS for layout in tq.SCHEMES[scheme].layouts]
-
+# Every producer with one of a scheme for each granularity, and one producer with all of them.
+GRANULARITIES = ("fp8_tensor", "fp8_token", "fp8_group128")
+CORE = [(producer, GRANULARITIES[i % 3]) for i, producer in enumerate(tq.PRODUCERS)]
+CORE = list(dict.fromkeys(CORE + [("rms_norm", scheme) for scheme in GRANULARITIES]))
 
 SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 

@@ -33,7 +33,7 @@ from oracles import INVERSE
 import tq
 from tq.kernels import check as check_module
 from tq.kernels import tuning
-from tq.kernels.rows import REPORT
+from tq.kernels.rows_check import REPORT
 
 ROWS = 7
 BAD = 4  # the row that faults are planted in
@@ -92,7 +92,8 @@ def test_one_flipped_code(producer, scheme, column):
     report = case.check(with_data(activation, codes))
     assert faults(report) == {"wrong_codes": only_in(BAD, 1.0), "wrong_scales": NOTHING, "nonfinite_scales": NOTHING}
     assert not report.ok and (report.wrong_codes, report.wrong_scales) == (1, 0)
-    assert report.column("worst_ulps").argmax() == BAD and report.worst_ulps > 0.5
+    if report.column("saturated")[BAD] == 0:  # floor scales let the largest elements saturate, which are not measured
+        assert report.column("worst_ulps").argmax() == BAD and report.worst_ulps > 0.5
 
 
 @one_each

@@ -53,6 +53,14 @@ REPLACED = {
     ("silu_mul", "fp8_group64"): ({"rounding": "none"}, VLLM_FLOOR),
     ("silu_mul", "fp8_group128_pow2"): (PLAIN_ACT, 1e-10),
     ("silu_mul", "fp8_group128_ue8m0"): (PLAIN_ACT, 1e-10 / 448.0),
+    # Nor INT8 and MX, whose scales have no least value of vLLM's but that of the group quantizer.
+    **{("quantize", scheme): ({}, None) for scheme in ("int8_tensor", "int8_token", "mxfp8", "mxfp4", "nvfp4")},
+    **{("rms_norm", scheme): (PLAIN_NORM, None) for scheme in ("int8_tensor", "int8_token", "mxfp8", "mxfp4", "nvfp4")},
+    **{("silu_mul", scheme): (PLAIN_ACT, None) for scheme in ("int8_tensor", "int8_token", "mxfp8", "mxfp4")},
+    ("silu_mul", "nvfp4"): ({"rounding": "product"}, None),
+    ("quantize", "int8_group128"): ({}, float(np.float32(1e-10) / np.float32(127))),
+    ("rms_norm", "int8_group128"): (PLAIN_NORM, float(np.float32(1e-10) / np.float32(127))),
+    ("silu_mul", "int8_group128"): (PLAIN_ACT, float(np.float32(1e-10) / np.float32(127))),
 }
 
 

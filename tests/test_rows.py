@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 from helpers import (
+    CORE,
     DEVICE,
     FLT_MAX,
     FORMATS,
@@ -108,7 +109,6 @@ MIXES = [(producer, dtypes) for producer in tq.PRODUCERS for dtypes in DTYPES if
 
 
 # The first pairs are every producer with a scheme of each granularity.
-CORE = PAIRS[: -(len(tq.SCHEMES) - 3)]
 
 
 def reference_cases() -> list[tuple[str, str, str, str, str]]:

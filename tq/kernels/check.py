@@ -10,10 +10,11 @@ import torch
 
 from tq.activation import QuantizedActivation
 from tq.kernels.cut import cut
+from tq.kernels.inputs import check_numbers
 from tq.kernels.launch import check_device, run, scale_strides
-from tq.kernels.plan import Prepared, check_numbers, prepare
+from tq.kernels.plan import Prepared, prepare
 from tq.kernels.producer import PRODUCERS, Producer
-from tq.kernels.rows import REPORT, check_rows_kernel
+from tq.kernels.rows_check import REPORT, check_rows_kernel
 from tq.kernels.target import target_of
 
 

@@ -147,8 +147,12 @@ def find_scheme(op: str, scheme: str) -> Scheme:
     return found
 
 
-# vLLM's least FP8 scale, 1 / (448 * 512), and what its group quantizers' floor of 1e-10 on amax comes to, in fp32.
-VLLM_MIN_SCALE = float(np.float32(1.0) / np.float32(448.0 * 512.0))
+def vllm_min_scale(code: Code) -> float:
+    """vLLM's least FP8 scale, 1 / (MAX * 512), in fp32."""
+    return float(np.float32(1.0) / np.float32(code.max * 512.0))
+
+
+# What the floor of 1e-10 on amax of vLLM's group quantizers comes to, in fp32.
 VLLM_GROUP_MIN_SCALE = float(np.float32(1e-10) / np.float32(448.0))
 VLLM_INT8_GROUP_MIN_SCALE = float(np.float32(1e-10) / np.float32(127.0))
 
@@ -159,7 +163,7 @@ FP8_TOKEN = register_scheme(
         E4M3,
         "token",
         AMAX_DIVIDING,
-        min_scale=VLLM_MIN_SCALE,
+        min_scale=vllm_min_scale(E4M3),
         quantizer="_C.dynamic_per_token_scaled_fp8_quant",
     )
 )
@@ -200,7 +204,7 @@ FP8_GROUP128_UE8M0 = register_scheme(
 # No vLLM op writes E5M2; those above write E4M3FNUZ where the GPU wants it.
 for kind, other, known in (("e5m2", E5M2, False), ("fnuz", E4M3FNUZ, True)):
     for scheme, granularity in ((FP8_TENSOR, "tensor"), (FP8_TOKEN, "token"), (FP8_GROUP128, "group128")):
-        least = 1.0 / (other.max * 512.0) if scheme is FP8_TOKEN else scheme.min_scale
+        least = vllm_min_scale(other) if scheme is FP8_TOKEN else scheme.min_scale
         quantizer = scheme.quantizer if known else "none"
         name = f"fp8_{kind}_{granularity}"
         register_scheme(replace(scheme, name=name, code=other, min_scale=least, quantizer=quantizer))

@@ -11,7 +11,7 @@ from tq.activation import QuantizedActivation
 from tq.kernels.producer import Bound, Producer, Replaced, register_producer
 from tq.kernels.producers import norms
 from tq.kernels.rules import AMAX_MULTIPLYING
-from tq.kernels.schemes import VLLM_MIN_SCALE, Scheme
+from tq.kernels.schemes import Scheme, vllm_min_scale
 
 ROUNDINGS = ("none", "after_weight", "before_and_after_weight")
 
@@ -37,7 +37,7 @@ def replaces(scheme: Scheme) -> Replaced:
     if scheme.quantizer == "_C.dynamic_per_token_scaled_fp8_quant":
         return Replaced("_C.rms_norm_dynamic_per_token_quant", options)
     if scheme.quantizer == "_C.per_token_group_fp8_quant" and scheme.rule is AMAX_MULTIPLYING:
-        return Replaced("_C.rms_norm_per_block_quant", options, VLLM_MIN_SCALE)
+        return Replaced("_C.rms_norm_per_block_quant", options, vllm_min_scale(scheme.code))
     # No fused op has these scales: what the norm and the quantizer give one after the other.
     options = {"rounding": "after_weight", "round_residual": True}
     return Replaced(f"_C.(fused_add_)rms_norm + {scheme.quantizer}", options)

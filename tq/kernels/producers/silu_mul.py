@@ -12,7 +12,7 @@ from tq.kernels.producer import Bound, Producer, Replaced, register_producer
 from tq.kernels.producers import activations
 from tq.kernels.producers.quantize import followed_by_quantizer
 from tq.kernels.rules import AMAX_MULTIPLYING
-from tq.kernels.schemes import VLLM_MIN_SCALE, Scheme
+from tq.kernels.schemes import Scheme, vllm_min_scale
 
 
 def bind(x: torch.Tensor, *, rounding: str = "activation_and_product") -> Bound:
@@ -21,7 +21,7 @@ def bind(x: torch.Tensor, *, rounding: str = "activation_and_product") -> Bound:
 
 def replaces(scheme: Scheme) -> Replaced:
     if scheme.quantizer == "_C.per_token_group_fp8_quant" and scheme.rule is AMAX_MULTIPLYING:
-        return Replaced("_C.silu_and_mul_per_block_quant", {"rounding": "none"}, VLLM_MIN_SCALE)
+        return Replaced("_C.silu_and_mul_per_block_quant", {"rounding": "none"}, vllm_min_scale(scheme.code))
     options = {"rounding": "activation_and_product"}
     if scheme.quantizer == "_C.static_scaled_fp8_quant":
         return Replaced("_C.silu_and_mul_quant", options)
