@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tq
+from tq.bench.timing import LARGE_BYTES
 from tq.kernels.plan import replaced
 
 README = Path("README.md")
@@ -53,7 +54,7 @@ def speed(document: dict[str, Any]) -> list[str]:
                 f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "no such op"
             )
             cells.append(spread)
-        large = [row["bytes"] / row["tq"] * 1e6 for row in rows if row["bytes"] >= 64 << 20]
+        large = [row["bytes"] / row["tq"] * 1e6 for row in rows if row["bytes"] >= LARGE_BYTES]
         share = 100 * min(large) / document["bandwidth_bytes_per_s"]
         lines.append(f"| `{producer}` | `{scheme}` | {' | '.join(cells)} | {share:.0f} % or more |")
     rows = document["rows"]

@@ -1,4 +1,4 @@
-"""`python -m tq`: check the kernels, explain what is fused in a model, run a real one through vLLM."""
+"""`python -m tq`: check the kernels, explain what is fused in a model, run a real one through vLLM, tune, report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import typer
 
 from tq.cli.check import check
 from tq.cli.explain import explain
+from tq.cli.report import report
 from tq.cli.run_vllm import run_vllm
+from tq.cli.tune import tune
 
 
 def main() -> None:
@@ -23,6 +25,8 @@ def main() -> None:
     app.command()(check)
     app.command()(explain)
     app.command("run-vllm")(run_vllm)
+    app.command()(tune)
+    app.command()(report)
     app()
 
 

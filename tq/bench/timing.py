@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 ROTATED_BYTES = 200 << 20  # several times the L2 of any GPU
+LARGE_BYTES = 64 << 20  # a call that moves so much is judged by the bandwidth
 CALLS_PER_REPLAY = 48
 REPLAYS = 12
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels.cut import cut
 from tq.kernels.inputs import check_numbers
-from tq.kernels.launch import check_device, cut, run, scale_strides
+from tq.kernels.launch import check_device, run, scale_strides
 from tq.kernels.plan import Prepared, prepare
 from tq.kernels.producer import PRODUCERS, Producer
 from tq.kernels.rows_check import REPORT, check_rows_kernel
@@ -104,7 +105,7 @@ def check(
     if scales is None:
         scales = prepared.inputs.scale
     if plan.rows:
-        tiling, num_warps = cut(plan, whole_row=True)
+        tiling, num_warps = cut(prepared, whole_row=True)
         blocks = -(-plan.scale_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
         check_rows_kernel[(blocks,)](
             codes,

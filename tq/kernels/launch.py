@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from triton import next_power_of_2
 
 from tq.activation import QuantizedActivation
-from tq.kernels import tuning
 from tq.kernels.again import launch_again, learn
+from tq.kernels.cut import cut, needs_whole_row
 from tq.kernels.experts import Experts
 from tq.kernels.layouts import DeviceLayout
 from tq.kernels.plan import Plan, Prepared, fill, find_plan
-from tq.kernels.producer import Producer, as_rows, constant
+from tq.kernels.producer import Producer, as_rows
 from tq.kernels.rows import Tiling, quantize_rows_kernel
 from tq.kernels.rules import ScaleInputs
 from tq.kernels.schemes import DeviceScheme, Scheme, find_scheme
@@ -50,33 +48,6 @@ class Launch(NamedTuple):
     tiling: Tiling
 
 
-def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
-    """Whether one program must see a row entirely: something is reduced over it. Also where means are over groups, so
-    that the check, whose programs see whole rows, adds them in the same order."""
-    return bool(producer.moments) or scheme.granularity == "token"
-
-
-def cut(plan: Plan, whole_row: bool) -> tuple[Tiling, int]:
-    """The tiling of a call, and its warps."""
-    least = max(plan.scheme.group, plan.mean_group)
-    few = plan.producer.parts == 2 and not plan.producer.moments and plan.rows * plan.data_width <= tuning.FEW_ELEMENTS
-    # An interpreted program costs the same for one row and for many: those of the scales alone belong to the same one.
-    padded = plan.written_rows if INTERPRETED.value else 0
-    config = tuning.choose(max(plan.rows, padded), plan.data_width, least, whole_row, few)
-    experts = plan.experts if plan.with_offsets else 0
-    return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group, experts), config.num_warps
-
-
-@lru_cache
-def tiling_of(
-    hidden_size: int, data_width: int, config: tuning.RowConfig, mean_group: int = 0, experts: int = 0
-) -> Tiling:
-    block_n = max(config.block_n, mean_group)
-    programs = -(-data_width // (config.tiles * block_n))
-    cut = hidden_size, data_width, config.block_m, block_n, config.tiles, programs, mean_group
-    return Tiling(*map(constant, (*cut, experts, next_power_of_2(max(experts, 1)))))
-
-
 def check_device(op: str, device: torch.device) -> None:
     """Raises NotImplementedError where no kernel can run."""
     if device.type == "cuda" or (device.type == "cpu" and INTERPRETED.value):
@@ -105,7 +76,7 @@ def run(prepared: Prepared) -> Any:
 def launch(prepared: Prepared) -> Any:
     """The compiled kernel, or None where it is interpreted."""
     plan = prepared.plan
-    found = plan.launch = plan.launch or find_launch(plan)
+    found = plan.launch = plan.launch or find_launch(prepared)
     return found.kernel[found.grid](*kernel_arguments(prepared, found), **found.options)
 
 
@@ -155,9 +126,10 @@ def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, in
     return row, group, expert * (scales.element_size() if plan.layout.in_bytes else 1)
 
 
-def find_launch(plan: Plan) -> Launch:
+def find_launch(prepared: Prepared) -> Launch:
     """The launch of a plan, by way of Triton's search for the compiled kernel."""
-    tiling, num_warps = cut(plan, needs_whole_row(plan.producer, plan.scheme))
+    plan = prepared.plan
+    tiling, num_warps = cut(prepared, needs_whole_row(plan.producer, plan.scheme))
     blocks = -(-plan.written_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}

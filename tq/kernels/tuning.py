@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -9,12 +10,12 @@ from typing import NamedTuple
 
 import triton
 
-from tq.kernels.target import INTERPRETED
-
 # Elements a program holds when interpreted: one numpy operation per tile, so the fewer programs the better.
 INTERPRETED_ELEMENTS = 1 << 16
 # Elements of a call up to which its programs do not fill an H200 twice.
 FEW_ELEMENTS = 1 << 18
+# Whether calls that no table knows are timed when they first come: see `tq.bench.search`.
+AUTOTUNE = os.environ.get("TQ_AUTOTUNE", "0") == "1"
 
 
 class RowConfig(NamedTuple):
@@ -24,6 +25,57 @@ class RowConfig(NamedTuple):
     block_n: int
     tiles: int
     num_warps: int
+
+
+class Space(NamedTuple):
+    """What `tq tune` may choose from. tiles: where programs may share a row; where one sees it entirely, they are as
+    many as cover it."""
+
+    block_m: tuple[int, ...]
+    block_n: tuple[int, ...]
+    tiles: tuple[int, ...]
+    num_warps: tuple[int, ...]
+
+
+# By template. The check has none: it is cut as what it checks.
+SPACES = {
+    "quantize_rows": Space(
+        block_m=(1, 2, 4, 8),
+        block_n=(128, 256, 512, 1024, 2048, 4096, 8192),
+        tiles=(1, 2, 4),
+        num_warps=(1, 2, 4, 8, 16),
+    )
+}
+
+
+class Key(NamedTuple):
+    """What a configuration is tuned for.
+
+    moments: means that a producer needs. mean_group: elements they are over, 0: the row. row_bytes: bytes of an element
+    that are read and written beside its code: 2 for an activation in bf16, 6 with a residual in and out. scale: what
+    shares one: "tensor", "token", "group128". hidden_size: columns of the codes. tokens: "few" where the call has
+    at most FEW_ELEMENTS, else "many"; "any" where sums are made: a sum depends on the order of its terms, and a token's
+    bits must not depend on its batch.
+    """
+
+    template: str
+    moments: int
+    mean_group: int
+    row_bytes: int
+    scale: str
+    hidden_size: int
+    tokens: str
+
+    @property
+    def least(self) -> int:
+        """The narrowest tile: a group is never cut."""
+        group = self.scale.removeprefix("group")
+        return max(self.mean_group, int(group) if group.isdigit() else 0)
+
+    @property
+    def whole_row(self) -> bool:
+        """Whether a program must see its rows entirely."""
+        return self.moments > 0 or self.scale == "token"
 
 
 _forced: RowConfig | None = None
@@ -45,25 +97,20 @@ def forced() -> RowConfig | None:
     return _forced
 
 
-def choose(rows: int, hidden_size: int, group: int, whole_row: bool, few: bool) -> RowConfig:
-    """The configuration of a call. `whole_row`: a program must see its rows entirely."""
-    if _forced is not None:
-        return _forced
-    if INTERPRETED.value:
-        block_n = max(triton.next_power_of_2(hidden_size), group)
-        block_m = min(triton.next_power_of_2(max(rows, 1)), max(INTERPRETED_ELEMENTS // block_n, 1))
-        return RowConfig(block_m, block_n, 1, 4)
-    return heuristic(hidden_size, group, whole_row, few)
+def interpreted(rows: int, hidden_size: int, group: int) -> RowConfig:
+    """The configuration of an interpreted call: whole rows, many of them."""
+    block_n = max(triton.next_power_of_2(hidden_size), group)
+    block_m = min(triton.next_power_of_2(max(rows, 1)), max(INTERPRETED_ELEMENTS // block_n, 1))
+    return RowConfig(block_m, block_n, 1, 4)
 
 
 @lru_cache
 def heuristic(hidden_size: int, group: int, whole_row: bool, few: bool) -> RowConfig:
     """A configuration from the row, and from whether there are `few` of them.
 
-    `few` is never set where sums are made: a sum depends on the order of its terms, and a token's bits must not depend
-    on its batch. A thread takes 8 consecutive elements of a tile, a 16-byte load of 16-bit inputs, so that loads and
-    stores agree on one register layout; 4 where few rows leave most of the GPU idle and two are read for each written.
-    Found on an H200; see perf/notes.md."""
+    `few` is never set where sums are made (see `Key`). A thread takes 8 consecutive elements of a tile, a 16-byte load
+    of 16-bit inputs, so that loads and stores agree on one register layout; 4 where few rows leave most of the GPU idle
+    and two are read for each written. Found on an H200; see perf/notes.md."""
     if not whole_row:
         # Nothing is reduced over the row: 1024 elements a program, of one row or of several short ones.
         elements = 512 if few else 1024

@@ -1,0 +1,208 @@
+"""Searching the space of a template for the configurations that are fastest on this machine's GPU.
+
+What is timed is pruned by a model of one SM, the same from sm_80 to sm_100: 65536 registers, 2048 threads, 32 programs.
+A thread needs 16 registers and 2.25 for each element that it holds (perf/notes.md). Left out is what gives a thread
+less than 4 or more than 16 elements of a tile; what has more idle lanes than an eighth, more registers than there are,
+or, for many tokens, less than 24 KiB of rows under way on an SM, unless all others are about as bad.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime.errors import TritonError
+
+from tq.bench.cases import Case, bytes_of
+from tq.bench.timing import copies_of, device_time_us
+from tq.kernels import tables, tuning
+from tq.kernels.cut import key_of, untuned
+from tq.kernels.launch import run
+from tq.kernels.plan import Prepared, fill
+from tq.kernels.tuning import FEW_ELEMENTS, Key, RowConfig
+
+REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of an SM
+MOST_IDLE = 1 / 8
+UNDER_WAY = 24 << 10  # bandwidth times latency of an H200, for each of its SMs, is about that
+NEAR = 1.1  # of the best: about as bad
+# What is this much slower than the best at one number of tokens is not timed at the others.
+HOPELESS = 1.25
+# The heuristic stays unless something gains more than this, and nothing may lose more at any number of tokens.
+MARGIN = 0.01
+TOKENS = (8192, 1024, 128, 16, 1)
+
+
+class Model(NamedTuple):
+    """What a configuration asks of an SM. lane: elements of a thread in one tile. idle: share of the lanes past the
+    row. registers: those needed, of those that a program may have. under_way: bytes of the rows on an SM."""
+
+    lane: float
+    idle: float
+    registers: float
+    under_way: float
+
+
+class Found(NamedTuple):
+    """The best configuration for a key. times: microseconds by tokens, of it and of the heuristic."""
+
+    key: Key
+    config: RowConfig
+    times: dict[int, float]
+    before: dict[int, float]
+    tried: int
+
+    @property
+    def gain(self) -> float:
+        """Times faster than the heuristic, geometric mean."""
+        return 1.0 / relative(self.times, self.before)
+
+
+def model(config: RowConfig, key: Key) -> Model:
+    """The model at the top."""
+    threads, width = 32 * config.num_warps, config.block_n * config.tiles
+    lane = config.block_m * config.block_n / threads
+    needed = 16 + 2.25 * lane * config.tiles
+    idle = 1.0 - key.hidden_size / (-(-key.hidden_size // width) * width)
+    programs = max(min(int(REGISTERS / (needed * threads)), THREADS // threads, PROGRAMS), 1)
+    registers = max(needed * threads / REGISTERS, needed / 255)
+    return Model(lane, idle, registers, programs * config.block_m * width * (1.0 - idle) * key.row_bytes)
+
+
+def shapes(key: Key) -> Iterator[RowConfig]:
+    """The space of the key's template, as far as it covers what must be covered."""
+    space = tuning.SPACES[key.template]
+    for block_n in (max(width, key.least) for width in space.block_n):
+        for tiles in (-(-key.hidden_size // block_n),) if key.whole_row else space.tiles:
+            for block_m in space.block_m:
+                for num_warps in space.num_warps:
+                    yield RowConfig(block_m, block_n, tiles, num_warps)
+
+
+def candidates(key: Key) -> list[RowConfig]:
+    """What the model leaves of the space; of those that differ in the shape of a tile alone, the widest."""
+    models = {config: model(config, key) for config in shapes(key)}
+    models = {config: found for config, found in models.items() if 4 <= found.lane <= 16}
+    if not models:
+        return []
+    idle = max(MOST_IDLE, min(found.idle for found in models.values()))
+    registers = max(1.0, NEAR * min(found.registers for found in models.values()))
+    models = {config: m for config, m in models.items() if m.idle <= idle and m.registers <= registers}
+    most = max((found.under_way for found in models.values()), default=0.0)
+    under_way = 0.0 if key.tokens == "few" else min(UNDER_WAY, most / NEAR)
+    widest: dict[tuple[int, ...], RowConfig] = {}
+    for config in (config for config, found in models.items() if found.under_way >= under_way):
+        alike = config.block_m * config.block_n, config.tiles, config.num_warps
+        widest[alike] = max(config, widest.get(alike, config), key=lambda each: each.block_n)
+    return list(widest.values())
+
+
+def tried(key: Key, before: RowConfig) -> list[RowConfig]:
+    """What is timed: what is used without a table, and the candidates."""
+    return list(dict.fromkeys([before, *candidates(key)]))
+
+
+def tokens_of(key: Key, tokens: Sequence[int] = TOKENS) -> list[int]:
+    """The numbers of tokens that a key is for."""
+    few = {rows: rows * key.hidden_size <= FEW_ELEMENTS for rows in tokens}
+    return [rows for rows in tokens if key.tokens == "any" or few[rows] == (key.tokens == "few")]
+
+
+def copy_of(prepared: Prepared, known: dict[tuple, torch.Tensor] | None = None) -> Prepared:
+    """The same call on memory of its own, so that what it writes in place is left alone; a tensor that is given twice
+    stays one."""
+    known = {} if known is None else known
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        place = value.data_ptr(), value.shape, value.stride()
+        if place not in known:
+            known[place] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            known[place].copy_(value)
+        return known[place]
+
+    inputs = {name: value for name, value in prepared.inputs._asdict().items() if isinstance(value, torch.Tensor)}
+    options = {**prepared.options, **inputs, **prepared.experts._asdict()}
+    options = {name: copy(value) for name, value in options.items()}
+    return fill(prepared.plan, tuple(map(copy, prepared.arguments)), options)
+
+
+def time_of(config: RowConfig, calls: Sequence[Prepared]) -> float:
+    """Microseconds of a call cut in this way; infinite where Triton cannot make it."""
+    plan = replace(calls[0].plan, launch=None, again=None)
+    with tuning.force(config):
+        try:
+            return device_time_us([partial(run, call._replace(plan=plan)) for call in calls])[0]
+        except TritonError:
+            return math.inf
+
+
+def relative(times: dict[int, float], before: dict[int, float]) -> float:
+    """Geometric mean of times / before."""
+    return math.exp(sum(math.log(times[rows] / before[rows]) for rows in before) / len(before))
+
+
+def search(key: Key, calls_of: Callable[[int], Sequence[Prepared]], tokens: Sequence[int], before: RowConfig) -> Found:
+    """The fastest configuration over these numbers of tokens. calls_of(tokens): calls on memories of their own.
+    before: what is used without a table."""
+    configs = all_of = tried(key, before)
+    times: dict[RowConfig, dict[int, float]] = {config: {} for config in configs}
+    for rows in tokens:
+        calls = calls_of(rows)
+        for config in configs:
+            times[config][rows] = time_of(config, calls)
+        limit = HOPELESS * min(times[config][rows] for config in configs)
+        configs = [config for config in configs if config == before or times[config][rows] <= limit]
+    stock, best = times[before], before
+    for config in configs:
+        safe = all(times[config][rows] <= (1 + MARGIN) * stock[rows] for rows in tokens)
+        gains = relative(times[config], stock) < 1 - MARGIN
+        if safe and gains and relative(times[config], stock) < relative(times[best], stock):
+            best = config
+    return Found(key, best, times[best], stock, len(all_of))
+
+
+def describe(case: Case) -> tuple[Key, RowConfig]:
+    """The key of a case, and what it uses without a table, found without memory."""
+    prepared = case.prepare(torch.bfloat16, "meta")
+    key = key_of(prepared)
+    return key, untuned(prepared.plan, key.whole_row)
+
+
+def search_case(case: Case, tokens: Sequence[int], device: Any) -> Found:
+    """`search` with fresh random arguments of this case, whose own tokens say whether they are few."""
+    key, before = describe(case)
+
+    def calls_of(rows: int) -> list[Prepared]:
+        first = case._replace(rows=rows).prepare(torch.bfloat16, device)
+        return [first, *(copy_of(first) for _ in range(copies_of(bytes_of(first)) - 1))]
+
+    return search(key, calls_of, tokens_of(key, tokens), before)
+
+
+# By GPU and key, for the life of the process: where sums are made, another choice would be other bits.
+_decided: dict[tuple[str | None, Key], RowConfig | None] = {}
+
+
+def at_first_sight(prepared: Prepared, key: Key) -> RowConfig | None:
+    """The fastest configuration for a call that no table knows, timed when its key is first seen (TQ_AUTOTUNE=1), on
+    copies and with its own number of tokens. None leaves it to the heuristic, and so to it stays: what is first seen
+    while a CUDA graph is captured, and what there is no memory to copy. Processes that share a model may choose
+    differently; to serve, make a table."""
+    place = tables.gpu_of(prepared.plan.device), key
+    if place not in _decided:
+        _decided[place] = None
+        if not torch.cuda.is_current_stream_capturing():
+            copies = copies_of(bytes_of(prepared))
+            before = untuned(prepared.plan, key.whole_row)
+            with suppress(torch.OutOfMemoryError):
+                found = search(
+                    key, lambda rows: [copy_of(prepared) for _ in range(copies)], [prepared.plan.rows], before
+                )
+                _decided[place] = found.config
+    return _decided[place]
