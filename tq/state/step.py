@@ -98,17 +98,16 @@ def normalized(vector):
 @triton.jit
 def load_step(given, row, head, value, in_values, cut):
     """(q * scale [keys], k [keys], v [values], log decay [1, 1] or [1, keys], beta) of a row, in fp32."""
-    step = given.step
     key = tl.arange(0, cut.BLOCK_COLS)
     in_keys = key < cut.COLS
     start = given.qkv.data + row * given.qkv.stride
-    keys: tl.constexpr = cut.HEADS // step.GROUP * cut.COLS
-    channel = head // step.GROUP * cut.COLS + key
+    keys: tl.constexpr = cut.HEADS // given.step.GROUP * cut.COLS
+    channel = head // given.step.GROUP * cut.COLS + key
     q = tl.load(start + channel, mask=in_keys, other=0.0).to(tl.float32)
     k = tl.load(start + keys + channel, mask=in_keys, other=0.0).to(tl.float32)
     v = tl.load(start + 2 * keys + head * cut.ROWS + value, mask=in_values, other=0.0).to(tl.float32)
-    log_decay, beta = step.load_gates(given.gates, row, head, key, in_keys, cut)
-    if step.NORMALIZE:
+    log_decay, beta = given.step.load_gates(given.gates, row, head, key, in_keys, cut)
+    if given.step.NORMALIZE:
         q = normalized(q)
         k = normalized(k)
     return q * given.scale, k, v, log_decay, beta
