@@ -62,9 +62,11 @@ def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} must be contiguous, got strides {tensor.stride()}; pass {name}.contiguous()")
 
 
-def bind_states(op: str, name: str, state: torch.Tensor, device: torch.device | None = None) -> Place:
+def bind_states(
+    op: str, name: str, state: torch.Tensor, device: torch.device | None = None, dtypes: tuple = INPUT_DTYPES
+) -> Place:
     """States [S, heads, rows, columns], each dense and apart from the next."""
-    check_tensor(op, name, state, INPUT_DTYPES, device)
+    check_tensor(op, name, state, dtypes, device)
     if state.dim() != 4 or 0 in state.shape[1:]:
         raise ValueError(f"{op}: {name} must be [slots, heads, rows, columns], got shape {tuple(state.shape)}")
     size = padded(state.shape[2]) * padded(state.shape[3])
