@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import DEVICE, assert_same_bits, float64
-from state_helpers import LARGEST, SHARED, TINY, assert_same_states, indices, rounded
+from state_helpers import LARGEST, SHARED, TINY, assert_same_states, indices, rounded, scales_of
 
 import tq.state
 from tq.state import PackedState, Ring
@@ -36,11 +36,7 @@ def paged(slots: int = 5, code: str = "int8", granularity: str = "value_channel"
 
 def numbers(state: PackedState) -> np.ndarray:
     """codes * scales in float64, group by group."""
-    keys, values = SHARED[state.granularity]
-    codes = state.codes.float() if state.codes.dtype != torch.int8 else state.codes
-    scales = np.repeat(float64(state.scales), values or codes.shape[2], 2)
-    scales = np.repeat(scales, keys or codes.shape[3], 3)
-    return float64(codes) * scales[:, :, : codes.shape[2], : codes.shape[3]]
+    return float64(state.codes if state.codes.dtype == torch.int8 else state.codes.float()) * scales_of(state)
 
 
 @every_code
