@@ -16,7 +16,7 @@ from tq.state.decode import NULL_SLOT
 from tq.state.packed import PackedState, bind_packed
 from tq.state.packing import contract, decayed, load_packed, store_packed
 from tq.state.ring import fold, read_count, read_entries, total_of, values_of, write_count, write_entry
-from tq.state.step import Activations, bind_gdn, bind_kda, load_step, store_output
+from tq.state.step import Activations, bind_gdn, bind_kda, load_step, norm, store_output
 
 
 @triton.jit
@@ -42,22 +42,25 @@ def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.c
         for token in tl.static_range(TOKENS):
             row = request * TOKENS + token
             q, k, v, log_decay, beta = load_step(given, row, head, value, in_values, cut)
+            # One factor for all keys: a division of each would cost more than the codes do.
+            q = (q * (given.scale / norm(q, given)))[None, :]
+            k = (k * (1.0 / norm(k, given)))[None, :]
             if ring.keys is None:
                 decay = tl.exp(log_decay)
             else:
                 total += log_decay
                 decay = tl.exp(total)
-            known = contract(codes, scale, decay * k[None, :], cut)
-            result = contract(codes, scale, decay * q[None, :], cut)
+            known = contract(codes, scale, decay, k, cut)
+            result = contract(codes, scale, decay, q, cut)
             if ring.keys is not None:
                 keys, updates = read_entries(ring, slot, head, part, count + token, total, cut)
-                known += tl.sum(updates * tl.sum(keys * k[None, :], 1)[:, None], 0)
-                result += tl.sum(updates * tl.sum(keys * q[None, :], 1)[:, None], 0)
+                known += tl.sum(updates * tl.sum(keys * k, 1)[:, None], 0)
+                result += tl.sum(updates * tl.sum(keys * q, 1)[:, None], 0)
             update = (v - known) * beta
-            result += update * tl.sum(k * q, 0)
+            result += update * tl.sum(k * q, 1)
             store_output(given, row, head, value, in_values, result, cut)
             if ring.keys is None:
-                tile = decayed(codes, scale, decay, cut) + update[:, None] * k[None, :]
+                tile = decayed(codes, scale, decay, cut) + update[:, None] * k
                 store_packed(packed, slot, head, part, exists, tile, format, cut)
             else:
                 write_entry(ring, slot, head, part, count + token, k, update, total, cut)

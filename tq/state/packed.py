@@ -224,6 +224,6 @@ def bind_packed(
     scales: Place = bind_states(op, "scales", state.scales, state.codes.device, (torch.float32,))
     check_shape(op, "scales", state.scales, scales_shape(state.codes, state.granularity))
     place = bind_slots(op, codes, slots, null_slot, has_initial_state, num_accepted_tokens, name)
-    launch = bind_format(op, place, code, state.granularity, "value_first")
+    launch = bind_format(op, place, code, state.granularity, "value_first", packed=True)
     packed = DevicePacked(codes.data, codes.stride, scales.data, scales.stride, place.slots)
     return Bound(packed, NO_RING if state.ring is None else bind_ring(op, state.ring, state.codes), launch)

@@ -86,13 +86,16 @@ def of_keys(scale, vector, cut):
 
 
 @triton.jit
-def contract(codes, scale, vector, cut):
-    """sum over keys of codes * scale * vector, [BLOCK_ROWS], for vector [1, BLOCK_COLS]: a scale of whole rows
-    multiplies their sums, one of key channels the vector, none the elements."""
+def contract(codes, scale, decay, vector, cut):
+    """sum over keys of codes * scale * decay * vector, [BLOCK_ROWS], for decay [1, 1 or BLOCK_COLS] and vector [1,
+    BLOCK_COLS]: what all keys share multiplies the sums, the rest the vector, nothing the elements."""
     if cut.GROUP_COLS == cut.BLOCK_COLS:
-        sums = tl.sum(codes * vector, 1) * of_rows(scale, cut)
+        if decay.shape[1] == 1:
+            sums = tl.sum(codes * vector, 1) * (of_rows(scale, cut) * tl.reshape(decay, [1]))
+        else:
+            sums = tl.sum(codes * (decay * vector), 1) * of_rows(scale, cut)
     else:
-        sums = tl.sum(codes * of_keys(scale, vector, cut), 1)
+        sums = tl.sum(codes * of_keys(scale, decay * vector, cut), 1)
     return sums
 
 

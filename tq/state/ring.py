@@ -143,15 +143,16 @@ def total_of(ring, slot, head, count, cut):
     if ring.DECAYS == 1:
         total = tl.zeros([1, 1], tl.float32) + tl.load(at, mask=count > 0, other=0.0)
     else:
-        channel, inside = decays_of(ring, cut)
-        total = tl.load(at + channel, mask=inside & (channel < count * cut.COLS), other=0.0)
+        channel = tl.arange(0, cut.BLOCK_COLS)
+        # Of no entries none is loaded: no channel is below 0.
+        total = tl.load(at + channel, mask=channel < tl.minimum(count, 1) * cut.COLS, other=0.0)[None, :]
     return total
 
 
 @triton.jit
 def write_entry(ring, slot, head, part, entry, k, update, total, cut):
-    """k [BLOCK_COLS], u [BLOCK_ROWS] of a part and the sum of log decays. Programs of one key head write the same k."""
-    key = tl.arange(0, cut.BLOCK_COLS)
+    """k [1, BLOCK_COLS], u [BLOCK_ROWS] of a part and the sum of log decays. All programs of a key head write its k."""
+    key = tl.arange(0, cut.BLOCK_COLS)[None, :]
     dtype: tl.constexpr = ring.keys.dtype.element_ty
     tl.store(entry_of_keys(ring, slot, head, entry, cut) + key, round_to(k, dtype).to(dtype), mask=key < cut.COLS)
     value, inside = values_of(part, cut)

@@ -90,14 +90,8 @@ def load_kda_gates(gates, request, head, key, mask, cut):
 
 
 @triton.jit
-def normalized(vector):
-    """vector / sqrt(sum of its squares + 1e-6)"""
-    return vector / tl.sqrt(tl.sum(vector * vector, 0) + 1e-6)
-
-
-@triton.jit
 def load_step(given, row, head, value, in_values, cut):
-    """(q * scale [keys], k [keys], v [values], log decay [1, 1] or [1, keys], beta) of a row, in fp32."""
+    """(q [keys], k [keys], v [values], log decay [1, 1] or [1, keys], beta) of a row, in fp32; q and k as they are."""
     key = tl.arange(0, cut.BLOCK_COLS)
     in_keys = key < cut.COLS
     start = given.qkv.data + row * given.qkv.stride
@@ -107,10 +101,16 @@ def load_step(given, row, head, value, in_values, cut):
     k = tl.load(start + keys + channel, mask=in_keys, other=0.0).to(tl.float32)
     v = tl.load(start + 2 * keys + head * cut.ROWS + value, mask=in_values, other=0.0).to(tl.float32)
     log_decay, beta = given.step.load_gates(given.gates, row, head, key, in_keys, cut)
+    return q, k, v, log_decay, beta
+
+
+@triton.jit
+def norm(vector, given):
+    """sqrt(sum of squares + 1e-6); 1 where the step does not normalize."""
+    length = 1.0
     if given.step.NORMALIZE:
-        q = normalized(q)
-        k = normalized(k)
-    return q * given.scale, k, v, log_decay, beta
+        length = tl.sqrt(tl.sum(vector * vector, 0) + 1e-6)
+    return length
 
 
 @triton.jit
