@@ -44,9 +44,17 @@ QUANTIZED = {
     "int8 outgoing": {"code": "int8_narrow", "quantize": "outgoing"},
     "fp8 incoming": {"code": "fp8_e4m3"},
 }
+# Packed states: code, granularity, steps in a ring (0: rounded by each).
+PACKED = {
+    "int8": ("int8", "value_channel", 0),
+    "fp8": ("fp8_e4m3", "value_channel", 0),
+    "int8 group32": ("int8", "group32", 0),
+    "int8 replay 8": ("int8", "value_channel", 8),
+    "int8 replay 16": ("int8", "value_channel", 16),
+}
 TUNINGS = [
     bind.Tuning(per_thread, part, registers)
-    for per_thread in (16, 32, 64)
+    for per_thread in (16, 32, 64, 128)
     for part in (2048, 4096, 8192)
     for registers in (None, 64, 80, 96)
 ]
@@ -102,8 +110,24 @@ def native_decode(kind: str) -> Callable | None:
     return found
 
 
+def packed_caches(
+    kind: str, batch: int, code: str, granularity: str, length: int
+) -> tuple[tq.state.PackedState, list[torch.Tensor]]:
+    """As `caches`; rings are filled to different heights, so that each call rounds an equal share of its requests."""
+    calls = copies_of(batch * STATE_BYTES // 2)
+    sizes, ring = (1 + calls * batch, HEADS, SIZE, SIZE), None
+    if length:
+        gate, key_heads = ("head", KEY_HEADS) if kind == "gdn" else ("key_channel", HEADS)
+        ring = tq.state.Ring.zeros(*sizes, length=length, gate=gate, key_heads=key_heads, device="cuda")
+        ring.counts.copy_((torch.arange(sizes[0], device="cuda") % length).view(-1, 1, 1))
+    state = tq.state.PackedState.zeros(*sizes, code=code, granularity=granularity, device="cuda", ring=ring)
+    state.codes.view(torch.uint8).random_(0, 100)
+    state.scales.fill_(0.01)
+    return state, list((torch.randperm(calls * batch, device="cuda").int() + 1).view(calls, batch))
+
+
 def decode_call(
-    kind: str, decode: Callable, given: tuple, state: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, **options
+    kind: str, decode: Callable, given: tuple, state: Any, slots: torch.Tensor, out: torch.Tensor, **options
 ) -> Callable:
     """One step of `decode`, vLLM's or ours; both have the same signature."""
     if kind == "gdn":
@@ -172,6 +196,39 @@ def measure_decode(kind: str, batch: int) -> list[dict[str, Any]]:
     return [row]
 
 
+def measure_packed(kind: str, batch: int) -> list[dict[str, Any]]:
+    """vLLM's step on fp32, ours on packed states, and how much faster that is; what one step makes of a state beside what
+    the fp32 step makes of it: every element within half a step of its code."""
+    given, out = activations(kind, batch), output(kind, batch)
+    ours = tq.state.gdn_decode if kind == "gdn" else tq.state.kda_decode
+    packed = tq.state.gdn_decode_packed if kind == "gdn" else tq.state.kda_decode_packed
+    state, slots = caches(batch)
+    native = timed([decode_call(kind, native_decode(kind) or ours, given, state, ids, out) for ids in slots])
+    fp32_bytes = state[:1].nbytes
+    del state
+    rows = []
+    for name, form in PACKED.items():
+        cache, slots = packed_caches(kind, batch, *form)
+        row: dict[str, Any] = {"kernel": f"{kind}_decode_packed", "form": name, "batch": batch, "native": native}
+        row["tq"] = timed([decode_call(kind, packed, given, cache, ids, out) for ids in slots])
+        row |= {"speedup": round(native / row["tq"], 3), "slot_share": round(cache.slot_bytes / fp32_bytes, 4)}
+        if cache.ring is None:
+            exact = tq.state.unpack(cache, slots[0])
+            order, want = torch.arange(batch, device="cuda"), torch.zeros_like(out)
+            exact = torch.cat([exact[:1], exact])  # slot 0 is none
+            decode_call(kind, ours, given, exact, order + 1, want)()
+            decode_call(kind, packed, given, cache, slots[0], out)()
+            error = (tq.state.unpack(cache, slots[0]) - exact[1:]).abs()
+            limit = 0.5 if form[0] == "int8" else 16.0  # E4M3 is 32 wide below 448
+            steps = cache.scales[slots[0].long()] * limit
+            steps = steps.repeat_interleave(SIZE // steps.shape[2], 2)
+            row["elements_differ"] = int((error > steps * 1.001 + 1e-5).sum())
+            row["outputs_largest_difference"] = float((out.float() - want.float()).abs().max() / want.abs().max())
+        rows.append(row)
+        del cache
+    return rows
+
+
 @triton.jit
 def restore_kernel(differ, FIRST: tl.constexpr, BLOCK: tl.constexpr):
     """Quotients of a code by BLOCK scales of exponent FIRST that are not the IEEE division's."""
@@ -229,9 +286,14 @@ def tune(batch: int) -> list[dict[str, Any]]:
         calls[f"gdn_decode {name}"] = [
             decode_call("gdn", tq.state.gdn_decode, given, state, ids, out, **options) for ids in slots
         ]
+    for name, form in PACKED.items():
+        cache, ids_of = packed_caches("gdn", batch, *form)
+        calls[f"gdn_decode_packed {name}"] = [
+            decode_call("gdn", tq.state.gdn_decode_packed, given, cache, ids, out) for ids in ids_of
+        ]
     rows = []
     for tuning in track(TUNINGS, f"tuning, {batch} requests"):
-        bind.tuning = tuning
+        bind.tuning = bind.packed_tuning = tuning
         for name, each in calls.items():
             row = {"kernel": name, "batch": batch, **tuning._asdict()}
             try:
@@ -243,12 +305,18 @@ def tune(batch: int) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """One table of qdq_ and one of the decode steps, microseconds."""
+    """A table of qdq_, one of packed states and one of the decode steps, microseconds."""
     table = Table("qdq_", "requests", "tq", "torch chain", "share of bandwidth", "elements differ")
     for row in rows:
         if row.get("kernel") == "qdq_":
             values = row["batch"], row["tq"], row.get("torch"), row["bandwidth_share"], row.get("elements_differ")
             table.add_row(f"{row['code']} {row['granularity']}", *map(str, values))
+    console.print(table)
+    table = Table("packed", "requests", "native", "tq", "times faster", "of the bytes of fp32")
+    for row in rows:
+        if row.get("kernel", "").endswith("_decode_packed"):
+            values = row["batch"], row["native"], row["tq"], row["speedup"], row["slot_share"]
+            table.add_row(f"{row['kernel']} {row['form']}", *map(str, values))
     console.print(table)
     table = Table("decode", "requests", "vLLM", *QUANTIZED, "state elements differ, plain and int8")
     for row in rows:
@@ -283,6 +351,7 @@ def main(out: Path | None = None, batches: str = ",".join(map(str, BATCHES)), tu
     rows = check_arithmetic() + check_replay()
     for batch in track(sizes, "measuring", console=console, disable=not console.is_terminal):
         rows += measure_qdq(batch) + measure_decode("gdn", batch) + measure_decode("kda", batch)
+        rows += measure_packed("gdn", batch) + measure_packed("kda", batch)
     write(out or gpu_folder() / "state.json", document, rows)
     show(rows, console)
     failed = [row for row in rows if row.get("differ") or row.get("elements_differ")]

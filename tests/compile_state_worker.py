@@ -8,23 +8,45 @@ import torch
 from compile_worker import Compiling, main, targets_of
 
 import tq.state
-from tq.state import bind, decode, qdq, report
+from tq.state import bind, decode, decode_packed, packed, qdq, report
 
 SLOTS, BATCH, HEADS, KEY_HEADS, SIZE = 8, 4, 4, 2, 128
 
 
-def call_gdn(state: torch.Tensor, slots: torch.Tensor, options: dict[str, Any]) -> None:
-    qkv = torch.zeros(BATCH, (2 * KEY_HEADS + HEADS) * SIZE, dtype=torch.bfloat16)
-    a, vector = torch.zeros(BATCH, HEADS, dtype=torch.bfloat16), torch.zeros(HEADS)
-    out = torch.zeros(BATCH, 1, HEADS, SIZE, dtype=torch.bfloat16)
-    tq.state.gdn_decode(qkv, a, a, vector, vector, SIZE**-0.5, state, out, slots, True, **options)
+def call_gdn(state: Any, slots: torch.Tensor, options: dict[str, Any]) -> None:
+    rows = BATCH * (options.get("verify") or 1)
+    qkv = torch.zeros(rows, (2 * KEY_HEADS + HEADS) * SIZE, dtype=torch.bfloat16)
+    a, vector = torch.zeros(rows, HEADS, dtype=torch.bfloat16), torch.zeros(HEADS)
+    out = torch.zeros(rows, 1, HEADS, SIZE, dtype=torch.bfloat16)
+    step = tq.state.gdn_decode if isinstance(state, torch.Tensor) else tq.state.gdn_decode_packed
+    step(qkv, a, a, vector, vector, SIZE**-0.5, state, out, slots, True, **options)
 
 
-def call_kda(state: torch.Tensor, slots: torch.Tensor, options: dict[str, Any]) -> None:
-    qkv = torch.zeros(BATCH, 3 * HEADS * SIZE, dtype=torch.bfloat16)
-    gate, beta = torch.zeros(1, BATCH, HEADS, SIZE, dtype=torch.bfloat16), torch.zeros(1, BATCH, HEADS)
+def call_kda(state: Any, slots: torch.Tensor, options: dict[str, Any]) -> None:
+    rows = BATCH * (options.get("verify") or 1)
+    qkv = torch.zeros(rows, 3 * HEADS * SIZE, dtype=torch.bfloat16)
+    gate, beta = torch.zeros(1, rows, HEADS, SIZE, dtype=torch.bfloat16), torch.zeros(1, rows, HEADS)
     vectors = torch.zeros(HEADS), torch.zeros(HEADS * SIZE)
-    tq.state.kda_decode(qkv, gate, beta, *vectors, None, state, slots, **options)
+    step = tq.state.kda_decode if isinstance(state, torch.Tensor) else tq.state.kda_decode_packed
+    step(qkv, gate, beta, *vectors, None, state, slots, **options)
+
+
+def packed_state(options: dict[str, Any], gate: str = "head") -> tq.state.PackedState:
+    """The state that `options` name, with a ring of their length, if any; what is left of them is a call's."""
+    length, key_heads = options.pop("ring", 0), KEY_HEADS if gate == "head" else HEADS
+    sizes = SLOTS, HEADS, SIZE, SIZE
+    made = {"gate": gate, "key_heads": key_heads, "drafts": options.get("verify") or 1}
+    ring = tq.state.Ring.zeros(*sizes, length=length, **made) if length else None
+    named = {name: options.pop(name) for name in ("code", "granularity")}
+    return tq.state.PackedState.zeros(*sizes, **named, ring=ring)
+
+
+def call_pack(state: torch.Tensor, slots: torch.Tensor, options: dict[str, Any]) -> None:
+    tq.state.pack_(packed_state(options), slots, state[:BATCH])
+
+
+def call_commit(state: torch.Tensor, slots: torch.Tensor, options: dict[str, Any]) -> None:
+    tq.state.commit_(packed_state(options), slots, slots)
 
 
 # Of each kernel: the module and name it is launched by, the kernel, and a call.
@@ -34,6 +56,22 @@ KERNELS = {
     "check": (report, "check_kernel", report.check_kernel, lambda s, i, o: tq.state.check(s, i, quantized=s, **o)),
     "gdn_decode": (decode, "decode_kernel", decode.decode_kernel, call_gdn),
     "kda_decode": (decode, "decode_kernel", decode.decode_kernel, call_kda),
+    "pack": (packed, "pack_kernel", packed.pack_kernel, call_pack),
+    "unpack": (packed, "unpack_kernel", packed.unpack_kernel, lambda s, i, o: tq.state.unpack(packed_state(o), i)),
+    "copy": (packed, "move_kernel", qdq.move_kernel, lambda s, i, o: tq.state.copy_(packed_state(o), i, i)),
+    "gdn_decode_packed": (
+        decode_packed,
+        "decode_packed_kernel",
+        decode_packed.decode_packed_kernel,
+        lambda s, i, o: call_gdn(packed_state(o), i, o),
+    ),
+    "kda_decode_packed": (
+        decode_packed,
+        "decode_packed_kernel",
+        decode_packed.decode_packed_kernel,
+        lambda s, i, o: call_kda(packed_state(o, "key_channel"), i, o),
+    ),
+    "commit": (decode_packed, "commit_kernel", decode_packed.commit_kernel, call_commit),
 }
 
 

@@ -58,6 +58,13 @@ def rounded(state: torch.Tensor, code: str, granularity: str = "head", layout: s
     return torch.from_numpy(made).reshape(state.shape).to(state.dtype).to(state.device)
 
 
+def scales_of(state: Any) -> np.ndarray:
+    """Of a packed state, the scale of every element, [slots, heads, values, keys] in float64."""
+    keys, values = SHARED[state.granularity]
+    by_value = np.repeat(float64(state.scales), values or state.codes.shape[2], 2)
+    return np.repeat(by_value, keys or state.codes.shape[3], 3)[:, :, : state.codes.shape[2], : state.codes.shape[3]]
+
+
 def assert_same_states(got: torch.Tensor, want: torch.Tensor, label: Any = "") -> None:
     """Bit for bit, but that a NaN is like any other."""
     assert got.shape == want.shape and got.dtype == want.dtype, f"{label}: {got.dtype} {tuple(got.shape)}"

@@ -22,6 +22,24 @@ CHOSEN = [
     combination("sm_90", "gdn_decode", "int8"),
     combination("sm_90", "gdn_decode", None),
     combination("sm_90", "kda_decode", "fp8_e4m3"),
+    combination("sm_90", "pack", "int8", "value_channel", ring=16),
+    combination("sm_90", "unpack", "int8", "value_channel"),
+    combination("sm_90", "unpack", "fp8_e4m3", "group32", ring=16),
+    combination("sm_90", "copy", "int8", "value_channel"),
+    combination("sm_90", "gdn_decode_packed", "int8", "value_channel"),
+    combination("sm_90", "gdn_decode_packed", "int8", "group32"),
+    combination("sm_90", "gdn_decode_packed", "int8", "value_channel", ring=16),
+    combination("sm_90", "gdn_decode_packed", "int8", "value_channel", ring=16, verify=4),
+    combination("sm_90", "kda_decode_packed", "int8", "value_channel"),
+    combination("sm_90", "kda_decode_packed", "fp8_e4m3", "value_channel"),
+    combination("sm_90", "kda_decode_packed", "int8", "value_channel", ring=8),
+    combination("sm_90", "commit", "int8", "value_channel", ring=16),
+    combination("sm_80", "gdn_decode_packed", "int8", "value_channel", ring=16),
+    combination("sm_80", "kda_decode_packed", "fp8_e4m3", "value_channel", ring=8),
+    combination("sm_80", "pack", "fp8_e4m3", "value_channel", dtype="bfloat16"),
+    combination("gfx942", "gdn_decode_packed", "int8", "value_channel", ring=16),
+    combination("gfx942", "kda_decode_packed", "int8", "value_channel"),
+    combination("gfx942", "unpack", "fp8_e4m3", "group32"),
     combination("sm_80", "qdq", "fp8_e4m3"),
     combination("sm_80", "gdn_decode", "int8", dtype="bfloat16"),
     combination("sm_80", "check", "fp8_e4m3", "group16"),
@@ -57,3 +75,14 @@ def test_sm_90_moves_states_in_words_of_16_bytes(compiled, chosen):
     """Slots are numbers of 4 bytes."""
     facts = compiled(chosen)
     assert set(facts["loads"]) == {4, 16} and set(facts["stores"]) == {16}
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [each for each in CHOSEN if each["target"] == "sm_90" and each["kernel"].endswith("_decode_packed")],
+    ids=name_of,
+)
+def test_sm_90_moves_codes_in_words_of_16_bytes(compiled, chosen):
+    """A part of 4096 codes is four words of each of 64 threads, stored unless the tokens are drafts."""
+    facts = compiled(chosen)
+    assert facts["loads"].count(16) >= 4 and facts["stores"].count(16) == (0 if "verify" in chosen else 4)

@@ -29,6 +29,8 @@ class Tuning(NamedTuple):
 
 
 tuning = Tuning()
+# With codes, what a thread does for its keys and not for its elements costs as much as 40 elements do.
+packed_tuning = Tuning(elements_per_thread=64)
 
 
 class Launch(NamedTuple):
@@ -62,9 +64,11 @@ def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} must be contiguous, got strides {tensor.stride()}; pass {name}.contiguous()")
 
 
-def bind_states(op: str, name: str, state: torch.Tensor, device: torch.device | None = None) -> Place:
+def bind_states(
+    op: str, name: str, state: torch.Tensor, device: torch.device | None = None, dtypes: tuple = INPUT_DTYPES
+) -> Place:
     """States [S, heads, rows, columns], each dense and apart from the next."""
-    check_tensor(op, name, state, INPUT_DTYPES, device)
+    check_tensor(op, name, state, dtypes, device)
     if state.dim() != 4 or 0 in state.shape[1:]:
         raise ValueError(f"{op}: {name} must be [slots, heads, rows, columns], got shape {tuple(state.shape)}")
     size = padded(state.shape[2]) * padded(state.shape[3])
@@ -160,15 +164,19 @@ def device_format(name: str, device: torch.device) -> DeviceFormat:
     return FORMATS[name].device(target_of(device))
 
 
-def bind_format(op: str, place: Place, code: str | None, granularity: str, layout: str, whole: bool = False) -> Launch:
-    """Checks the names of a format; None moves states as they are."""
+def bind_format(
+    op: str, place: Place, code: str | None, granularity: str, layout: str, whole: bool = False, packed: bool = False
+) -> Launch:
+    """Checks the names of a format; None moves states as they are. whole: one program a head. packed: `place` is of
+    codes."""
     check_choice(op, "code", code, (*FORMATS, None))
     check_choice(op, "granularity", granularity, tuple(GRANULARITIES))
     check_choice(op, "layout", layout, LAYOUTS)
     check_device(op, place.data.device)
     group = GRANULARITIES[granularity] if code is not None else Granularity(1, 1)
-    cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else tuning.part)
-    warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * tuning.elements_per_thread)
+    shape = packed_tuning if packed else tuning
+    cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part)
+    warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * shape.elements_per_thread)
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
     return Launch(found, cut, min(max(warps, 1), 32))
 

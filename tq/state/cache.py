@@ -84,11 +84,18 @@ def find_slot(slots, request, asked):
 
 
 @triton.jit
+def slot_of(slots, request):
+    """(slot, whether it is one) of this program's request."""
+    slot, exists = request, request >= 0
+    if slots.ids is not None:
+        slot, exists = find_slot(slots, request, exists)
+    return slot, exists
+
+
+@triton.jit
 def find_head(place, request, head, cut):
     """(address of a head, whether it exists)"""
-    slot, exists = request, request >= 0
-    if place.slots.ids is not None:
-        slot, exists = find_slot(place.slots, request, exists)
+    slot, exists = slot_of(place.slots, request)
     return place.data + (slot * place.stride + head * (cut.ROWS * cut.COLS)), exists
 
 

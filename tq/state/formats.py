@@ -38,6 +38,8 @@ class DeviceFormat(NamedTuple):
     code: DeviceCode | None
     scale: Any
     restore: Any
+    pack: Any = None
+    unpack: Any = None
 
 
 AS_IT_IS = DeviceFormat(None, None, None)
@@ -46,15 +48,25 @@ AS_IT_IS = DeviceFormat(None, None, None)
 @dataclass(frozen=True, eq=False)
 class Format:
     """An element code with jit functions of tiles: scale(amax, MAX) -> what the state is multiplied by, and
-    restore(value of a code, scale, element) -> value of the state, with the sign of the element even if it is zero."""
+    restore(value of a code, scale, element) -> value of the state, with the sign of the element even if it is zero.
+
+    pack(value) -> byte and unpack(byte) -> value are the code's own for values that a scale has brought into range;
+    None: its encoder. unpack_native: the same as unpack, where the target has the conversion.
+    """
 
     name: str
     code: Code
     scale: Any
     restore: Any
+    pack: Any = None
+    unpack: Any = None
+    unpack_native: Any = None
 
     def device(self, target: Target) -> DeviceFormat:
-        return DeviceFormat(self.code.device(target), self.scale, self.restore)
+        code = self.code.device(target)
+        native = self.unpack_native is not None and self.code.name in target.native_codes
+        unpack = self.unpack_native if native else self.unpack
+        return DeviceFormat(code, self.scale, self.restore, self.pack or code.encode, unpack or code.decode)
 
 
 @triton.jit
@@ -90,13 +102,31 @@ def restore_by_division(value, scale, element):
     return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def pack_int8(value):
+    """The byte of the nearest integer, ties to even, of a value within 127.4; any byte for NaN."""
+    return (value + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
+
+
+@triton.jit
+def unpack_int8(byte):
+    """The value of a byte of two's complement. With its sign bit flipped, it is the low byte of 2^23 + 128 + value."""
+    return ((byte ^ 0x80).to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def unpack_e4m3_native(byte):
+    """The value of an E4M3 byte, by the conversion instruction of sm_89 and newer."""
+    return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
 # ModelOpt scales by 127 / amax in the narrow range and in the full one; there -128 is a code that no value reaches.
 FORMATS = {
     each.name: each
     for each in (
-        Format("int8", INT8, scale_by_division, restore_by_division),
-        Format("int8_narrow", INT8_NARROW, scale_by_division, restore_by_division),
-        Format("fp8_e4m3", E4M3, scale_by_reciprocal, restore_by_reciprocal),
+        Format("int8", INT8, scale_by_division, restore_by_division, pack_int8, unpack_int8),
+        Format("int8_narrow", INT8_NARROW, scale_by_division, restore_by_division, pack_int8, unpack_int8),
+        Format("fp8_e4m3", E4M3, scale_by_reciprocal, restore_by_reciprocal, unpack_native=unpack_e4m3_native),
     )
 }
 

@@ -23,8 +23,20 @@ def qdq(tile, format, cut):
 
 
 @triton.jit
+def moved(tile, dtype: tl.constexpr, target_dtype: tl.constexpr, format, cut):
+    """qdq(tile) as the target holds it, rounded before and after to the dtype of the cache; its bits where nothing is
+    to be done."""
+    if format.restore is None and tile.dtype == target_dtype:
+        made = tile
+    else:
+        made = round_to(tile.to(tl.float32), dtype)
+        made = round_to(qdq(made, format, cut), dtype).to(target_dtype)
+    return made
+
+
+@triton.jit
 def move_kernel(source, target, format, cut):
-    """target = qdq(source), zeros where the source has none; rounded before and after to the dtype of the cache."""
+    """target = qdq(source), zeros where the source has none."""
     request, head, part = part_of(cut)
     read, present = find_head(source, request, head, cut)
     write, wanted = find_head(target, request, head, cut)
@@ -37,12 +49,11 @@ def move_kernel(source, target, format, cut):
         dtype: tl.constexpr = source_dtype
     if wanted:
         at, readable = elements_of(part, present, cut)
-        tile = tl.load(read + at, mask=readable, other=0.0).to(tl.float32)
+        tile = tl.load(read + at, mask=readable, other=0)
         # Asked for after the state, whose way is longer.
         if is_first(target, request):
             at, writable = elements_of(part, wanted, cut)
-            tile = round_to(qdq(round_to(tile, dtype), format, cut), dtype)
-            tl.store(write + at, tile.to(target_dtype), mask=writable)
+            tl.store(write + at, moved(tile, dtype, target_dtype, format, cut), mask=writable)
 
 
 def qdq_(

@@ -1,0 +1,207 @@
+"""One step of the gated delta rule: its activations, checked, loaded and stored, whatever holds the state.
+
+GDN and KDA differ in their gates, which are functions that a kernel is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tq.kernels.device import Rows, round_to
+from tq.kernels.producer import INPUT_DTYPES, constant
+from tq.state.bind import bind_rows, bind_vector, check_out, check_shape, check_tensor
+
+
+class GdnGates(NamedTuple):
+    """a, b [B, heads] with strides; A_log, dt_bias [heads]."""
+
+    a: Rows
+    b: Rows
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+class KdaGates(NamedTuple):
+    """gate [B, heads * keys] and beta [B, heads] with strides; A_log [heads]; dt_bias [heads * keys]."""
+
+    gate: Rows
+    beta: Rows
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    lower_bound: float | None
+
+
+class Step(NamedTuple):
+    """GROUP: value heads that share a key head. NORMALIZE: q and k are divided by their norms."""
+
+    load_gates: Any
+    GROUP: tl.constexpr
+    NORMALIZE: tl.constexpr
+
+
+class Activations(NamedTuple):
+    """Rows of q and k of every key head, then v of every value head; gates; where outputs go; the factor of q."""
+
+    qkv: Rows
+    gates: Any
+    out: torch.Tensor
+    scale: float
+    step: Step
+
+
+@triton.jit
+def load_number(pointer):
+    return tl.load(pointer).to(tl.float32)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), x itself above 20."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+
+
+@triton.jit
+def load_gdn_gates(gates, request, head, key, mask, cut):
+    """(log decay [1, 1], beta): -exp(A_log) * softplus(a + dt_bias), sigmoid(b)."""
+    x = load_number(gates.a.data + request * gates.a.stride + head) + load_number(gates.dt_bias + head)
+    log_decay = -tl.exp(load_number(gates.A_log + head)) * softplus(x)
+    beta = tl.sigmoid(load_number(gates.b.data + request * gates.b.stride + head))
+    return tl.zeros([1, 1], tl.float32) + log_decay, beta
+
+
+@triton.jit
+def load_kda_gates(gates, request, head, key, mask, cut):
+    """(log decay [1, keys], beta): with x = gate + dt_bias, -exp(A_log) * softplus(x) or lower_bound * sigmoid(
+    exp(A_log) * x); sigmoid(beta)."""
+    channel = head * cut.COLS + key
+    x = tl.load(gates.gate.data + request * gates.gate.stride + channel, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(gates.dt_bias + channel, mask=mask, other=0.0).to(tl.float32)
+    rate = tl.exp(load_number(gates.A_log + head))
+    if gates.lower_bound is None:
+        log_decay = -rate * softplus(x)
+    else:
+        log_decay = tl.sigmoid(rate * x) * gates.lower_bound
+    beta = tl.sigmoid(load_number(gates.beta.data + request * gates.beta.stride + head))
+    return log_decay[None, :], beta
+
+
+@triton.jit
+def load_step(given, row, head, value, in_values, cut):
+    """(q [keys], k [keys], v [values], log decay [1, 1] or [1, keys], beta) of a row, in fp32; q and k as they are."""
+    key = tl.arange(0, cut.BLOCK_COLS)
+    in_keys = key < cut.COLS
+    start = given.qkv.data + row * given.qkv.stride
+    keys: tl.constexpr = cut.HEADS // given.step.GROUP * cut.COLS
+    channel = head // given.step.GROUP * cut.COLS + key
+    q = tl.load(start + channel, mask=in_keys, other=0.0).to(tl.float32)
+    k = tl.load(start + keys + channel, mask=in_keys, other=0.0).to(tl.float32)
+    v = tl.load(start + 2 * keys + head * cut.ROWS + value, mask=in_values, other=0.0).to(tl.float32)
+    log_decay, beta = given.step.load_gates(given.gates, row, head, key, in_keys, cut)
+    return q, k, v, log_decay, beta
+
+
+@triton.jit
+def norm(vector, given):
+    """sqrt(sum of squares + 1e-6); 1 where the step does not normalize."""
+    length = 1.0
+    if given.step.NORMALIZE:
+        length = tl.sqrt(tl.sum(vector * vector, 0) + 1e-6)
+    return length
+
+
+@triton.jit
+def store_output(given, row, head, value, in_values, result, cut):
+    """Outputs [values] of a row, rounded to their dtype."""
+    dtype: tl.constexpr = given.out.dtype.element_ty
+    written = given.out + (row * cut.HEADS + head) * cut.ROWS + value
+    tl.store(written, round_to(result, dtype).to(dtype), mask=in_values)
+
+
+def bind_gdn(
+    op: str,
+    state: torch.Tensor,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    normalize: bool,
+) -> Activations:
+    """The arguments of a step of GDN on a checked state [S, heads, values, keys]."""
+    rows, heads, values, keys = bind_step(op, mixed_qkv, state)
+    group = key_group(op, mixed_qkv, heads, values, keys)
+    gates = GdnGates(
+        bind_rows(op, "a", a, (rows, heads), state),
+        bind_rows(op, "b", b, (rows, heads), state),
+        bind_vector(op, "A_log", A_log, heads, state),
+        bind_vector(op, "dt_bias", dt_bias, heads, state),
+    )
+    check_out(op, out, (rows, 1, heads, values), state)
+    step = Step(load_gdn_gates, constant(group), constant(bool(normalize)))
+    return Activations(Rows(mixed_qkv, mixed_qkv.stride(0)), gates, out, float(scale), step)
+
+
+def bind_kda(
+    op: str,
+    state: torch.Tensor,
+    mixed_qkv: torch.Tensor,
+    raw_g: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float | None,
+    scale: float | None,
+    out: torch.Tensor | None,
+) -> Activations:
+    """As `bind_gdn`, of KDA."""
+    rows, heads, values, keys = bind_step(op, mixed_qkv, state)
+    group = key_group(op, mixed_qkv, heads, values, keys)
+    if group != 1:
+        raise ValueError(f"{op}: mixed_qkv must have a key head for each of {heads} value heads, got 1 for {group}")
+    check_tensor(op, "raw_g", raw_g, INPUT_DTYPES, state.device)
+    check_shape(op, "raw_g", raw_g, (1, rows, heads, keys))
+    check_tensor(op, "raw_beta", raw_beta, INPUT_DTYPES, state.device)
+    check_shape(op, "raw_beta", raw_beta, (1, rows, heads))
+    if rows and not raw_g[0, 0].is_contiguous():
+        raise ValueError(f"{op}: heads of raw_g must be dense, got strides {raw_g.stride()}; pass raw_g.contiguous()")
+    gates = KdaGates(
+        Rows(raw_g, raw_g.stride(1)),
+        bind_rows(op, "raw_beta", raw_beta[0], (rows, heads), state),
+        bind_vector(op, "A_log", A_log, heads, state),
+        bind_vector(op, "dt_bias", dt_bias, heads * keys, state),
+        lower_bound,
+    )
+    if out is None:
+        out = torch.empty((1, rows, heads, values), dtype=mixed_qkv.dtype, device=mixed_qkv.device)
+    check_out(op, out, (1, rows, heads, values), state)
+    step = Step(load_kda_gates, constant(1), constant(True))
+    scale = keys**-0.5 if scale is None else scale
+    return Activations(Rows(mixed_qkv, mixed_qkv.stride(0)), gates, out, float(scale), step)
+
+
+def bind_step(op: str, mixed_qkv: torch.Tensor, state: torch.Tensor) -> tuple[int, int, int, int]:
+    """(rows, heads, values, keys) of the state and the packed activations."""
+    check_tensor(op, "mixed_qkv", mixed_qkv, INPUT_DTYPES, state.device)
+    if mixed_qkv.dim() != 2 or mixed_qkv.stride(1) != 1:
+        raise ValueError(
+            f"{op}: mixed_qkv must be [B, channels] with channels side by side, got shape {tuple(mixed_qkv.shape)} "
+            f"with strides {mixed_qkv.stride()}"
+        )
+    return mixed_qkv.shape[0], *state.shape[1:]
+
+
+def key_group(op: str, mixed_qkv: torch.Tensor, heads: int, values: int, keys: int) -> int:
+    """Value heads for each key head."""
+    key_heads, rest = divmod(mixed_qkv.shape[1] - heads * values, 2 * keys)
+    if rest or key_heads < 1 or heads % key_heads:
+        raise ValueError(
+            f"{op}: mixed_qkv must have 2 * key heads * {keys} + {heads} * {values} channels, the key heads dividing "
+            f"{heads}, got {mixed_qkv.shape[1]}"
+        )
+    return heads // key_heads
