@@ -197,8 +197,8 @@ def measure_decode(kind: str, batch: int) -> list[dict[str, Any]]:
 
 
 def measure_packed(kind: str, batch: int) -> list[dict[str, Any]]:
-    """vLLM's step on fp32, ours on packed states, and how much faster that is; what one step makes of a state beside what
-    the fp32 step makes of it: every element within half a step of its code."""
+    """vLLM's step on fp32, ours on packed states, and how much faster that is; what one step makes of a state beside
+    what the fp32 step makes of it: every element within half a step of its code."""
     given, out = activations(kind, batch), output(kind, batch)
     ours = tq.state.gdn_decode if kind == "gdn" else tq.state.kda_decode
     packed = tq.state.gdn_decode_packed if kind == "gdn" else tq.state.kda_decode_packed

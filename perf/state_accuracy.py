@@ -57,8 +57,8 @@ def round_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Format:
-    """code: "bf16", "fp16", "int8", "fp8" or None. every: steps between roundings. rotation: size of the Hadamard blocks
-    that turn the values, 0 for none. ring: steps not yet rounded are kept as bf16 k and u."""
+    """code: "bf16", "fp16", "int8", "fp8" or None. every: steps between roundings. rotation: size of the Hadamard
+    blocks that turn the values, 0 for none. ring: steps not yet rounded are kept as bf16 k and u."""
 
     code: str | None
     granularity: str = ""
