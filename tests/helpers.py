@@ -118,7 +118,7 @@ def given_of(options: dict[str, Any]) -> Given:
 
 def inputs_of(options: dict[str, Any], min_scale: float) -> ScaleInputs:
     """The same for a scheme's reference."""
-    return ScaleInputs(**{name: options.get(name) for name in ScaleInputs._fields[:-1]}, min_scale=min_scale)
+    return ScaleInputs(**{name: options.get(name) for name in ScaleInputs._fields[:-2]}, min_scale=min_scale)
 
 
 @dataclass
@@ -139,6 +139,10 @@ class Case:
     def __str__(self) -> str:
         extra = "".join(f" {name}={value}" for name, value in self.extra.items())
         return f"{self.producer.name} {self.scheme.name} [{self.rows}, {self.hidden_size}] {self.dtype}{extra}"
+
+    def is_of_rows(self, value: Any) -> bool:
+        """Whether a tensor has something for each token: its row, or one number."""
+        return isinstance(value, torch.Tensor) and value.dim() in (1, 2) and value.shape[0] == self.rows
 
     def is_rows(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[0] == self.rows

@@ -150,6 +150,8 @@ def test_a_doubled_scale(producer, scheme, group):
         group_bytes = activation.data.shape[1] // activation.scales().shape[1]
         # The codes of a rule that multiplies by MAX / amax do not depend on the scale.
         wrong_codes = 0 if ORACLES[scheme] is INVERSE else min(20, group_bytes / 2)
+        if producer == "relu2":
+            wrong_codes /= 2  # half of its y are 0 under any scale
         assert report.column("wrong_codes")[BAD] >= wrong_codes
         assert report.wrong_codes == report.column("wrong_codes")[BAD]
         # Twice its magnitude: that of the code in units of its spacing.
@@ -190,7 +192,7 @@ def test_is_deterministic(producer, scheme):
     assert first.rows.isfinite().all()
     part = make(producer, scheme, 3)
     part.arguments, part.options = case.arguments, case.options
-    part.change(lambda value: value[:3], case.is_rows)
+    part.change(lambda value: value[:3], case.is_of_rows)
     assert_same_bits(part.check().rows, first.rows[:3])
 
 
@@ -263,7 +265,7 @@ def test_takes_the_producer_itself_and_its_options(producer, scheme):
     options = case.call_options()
     by_name = tq.check(producer, *case.arguments, scheme=scheme, **options)
     assert_same_bits(case.check().rows, by_name.rows)
-    if "rounding" in unrounded(case.producer):
+    if "rounding" in unrounded(case.producer) and tq.SCHEMES[scheme].code.per_byte == 1:  # 4 bits may see no difference
         # The activation was rounded; taken as unrounded, some of its codes are wrong.
         case = make(producer, scheme, rows=64, extra={"rounding": "none"})
         rounded = {**case.call_options(), "rounding": ROUNDINGS[producer][1]}

@@ -199,7 +199,7 @@ def test_one_graph_serves_every_number_of_rows(producer, out, scheme):
         want = case.run()
         options = tensor_options(add_outputs(case) if out else case)
         call = call or compiled_call(case, counter)
-        for tensor in filter(case.is_rows, [*case.arguments, *options.values()]):
+        for tensor in filter(case.is_of_rows, [*case.arguments, *options.values()]):
             torch._dynamo.mark_dynamic(tensor, 0)
         data, scale, sides = call(tensors(case.arguments), options)
         assert_same_bits(data, want.activation.data)

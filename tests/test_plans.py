@@ -226,3 +226,11 @@ def test_the_default_dtype_changes_nothing(scheme):
         assert_same_bits(made.data, want.data)
         assert_same_bits(made.scales(), want.scales())
     assert_same_bits(values, want.dequantize(torch.float32))
+
+
+def test_a_device_is_part_of_the_description():
+    """A CPU and the meta device have the same index."""
+    x = torch.randn(3, HIDDEN, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="meta"):
+        tq.quantize(x.to("meta"), scheme="fp8_token")
+    assert tq.quantize(x, scheme="fp8_token").data.device == x.device

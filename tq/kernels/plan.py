@@ -103,7 +103,7 @@ def key_of(producer: Producer, arguments: tuple, scheme: str, options: dict[str,
     key: list[Any] = [producer, SCHEMES.get(scheme), tuning.forced(), *options]
     for value in (*arguments, *options.values()):
         if isinstance(value, torch.Tensor):
-            key += value.dtype, value.shape, value.stride(), value.get_device(), value.data_ptr() % 16
+            key += value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % 16
         else:
             key.append(value)
     return tuple(key)

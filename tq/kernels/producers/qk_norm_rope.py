@@ -125,7 +125,8 @@ def bind(
 ) -> Bound:
     rows, head_size, hidden_size = as_rows(x), q_weight.shape[0], x.shape[-1]
     queries = hidden_size if k_weight is None or q_heads is None else q_heads * head_size
-    constants = map(constant, (head_size, cos_sin_cache.shape[1], queries, interleaved, rounding))
+    sizes = map(int, (head_size, cos_sin_cache.shape[1], queries))  # constants of the kernel, also while tracing
+    constants = map(constant, (*sizes, interleaved, rounding))
     cos_sin = Rows(cos_sin_cache, cos_sin_cache.stride(0))
     args = Args(rows, q_weight, k_weight, positions, rows.data.shape[0], cos_sin, eps, *constants)
     return Bound(args, x.shape, x.dtype, x.device, mean_group=0 if head_size == hidden_size else head_size)
