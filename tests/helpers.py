@@ -36,6 +36,9 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 STATIC_RANGE = 28.0 * 1.1  # the largest value under a static scale, no power of two; the examples stay below
 # Producers whose y has one right value in fp32. The order of a sum and the last bit of an exponential are free.
 EXACT_PRODUCERS = {"quantize"}
+# Formulas that end in a difference: where its terms are near each other, fp32 has few right digits, of the terms' size.
+CANCELLING = ("gelu", "gelu_mul", "layer_norm", "qk_norm_rope")
+LOST = 2.0**-19  # of the largest y: what such a difference may be off by
 # Where each may round: the values of `rounding`.
 MUL = "none", "product", "activation_and_product"
 ROUNDINGS = {
@@ -257,7 +260,14 @@ def assert_matches(case: Case, got: Result, want: Result) -> None:
     if case.producer.name in EXACT_PRODUCERS:
         return assert_equal_results(got, want)
     scheme, allowed = case.scheme, -(-got.codes.numel() // 10_000)
-    assert_codes(scheme, got.codes, want.codes, want.activation.scale, f"{got.label}: codes", allowed)
+    codes, noise = got.codes, 0.0
+    if case.producer.name in CANCELLING:
+        mine, theirs = (each.activation.dequantize(torch.float32) for each in (got, want))
+        noise = LOST * float(theirs.nan_to_num().abs().max()) if theirs.numel() else 0.0
+        near = ((mine - theirs).abs() <= noise).unflatten(-1, (-1, scheme.code.per_byte)).all(-1)
+        near = torch.nn.functional.pad(near, (0, codes.shape[-1] - near.shape[-1]))
+        codes = torch.where(near, want.codes, codes)
+    assert_codes(scheme, codes, want.codes, want.activation.scale, f"{got.label}: codes", allowed)
     scales, expected = float64(got.activation.scales()), float64(want.activation.scales())
     assert scales.shape == expected.shape, f"{got.label}: scales {scales.shape} in place of {expected.shape}"
     far = np.abs(scales - expected) > 2.0**-21 * np.abs(expected)
@@ -268,18 +278,18 @@ def assert_matches(case: Case, got: Result, want: Result) -> None:
         assert_same_bits(got.activation.zero_point, want.activation.zero_point, f"{got.label}: zero points")
     sides = list(zip(got.side_outputs, want.side_outputs, strict=True))
     if case.extra.get("return_unquantized"):
-        assert_close_unquantized(*sides.pop(), got.label)
+        assert_close_unquantized(*sides.pop(), got.label, noise)
     for mine, theirs in sides:
         assert_same_bits(mine, theirs, f"{got.label}: side output")
 
 
-def assert_close_unquantized(got: torch.Tensor, want: torch.Tensor, label: str) -> None:
-    """y, which may differ in its last fp32 bits, in one rounding of 16 bits in 1000."""
+def assert_close_unquantized(got: torch.Tensor, want: torch.Tensor, label: str, noise: float) -> None:
+    """y, which may differ in its last fp32 bits, in one rounding of 16 bits in 1000, and anywhere by `noise`."""
     unit = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-21}[want.dtype]
     got, want = np.nan_to_num(float64(got)), np.nan_to_num(float64(want))
-    assert (np.abs(got - want) <= unit * np.abs(want) + 2.0**-24).all(), f"{label}: y"
+    assert (np.abs(got - want) <= unit * np.abs(want) + max(noise, 2.0**-24)).all(), f"{label}: y"
     if unit > 2.0**-20:
-        assert (got != want).sum() <= -(-got.size // 1000), f"{label}: y"
+        assert (np.abs(got - want) > noise).sum() <= -(-got.size // 1000), f"{label}: y"
 
 
 def worst_ulps(case: Case, activation: tq.QuantizedActivation) -> float:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 from helpers import (
+    CANCELLING,
     CORE,
     DEVICE,
     FLT_MAX,
@@ -43,8 +44,6 @@ from helpers import (
 import tq
 from tq.kernels import launch, tuning
 
-# Formulas that end in a difference: where its terms are near each other, fp32 has few right digits.
-CANCELLING = ("gelu", "gelu_mul", "layer_norm", "qk_norm_rope")
 one_each = pytest.mark.parametrize(("producer", "scheme"), ONE_EACH)
 every_pair = pytest.mark.parametrize(("producer", "scheme"), PAIRS)
 MUTATING = [(name, scheme) for name, scheme in PAIRS if tq.PRODUCERS[name].mutates]
