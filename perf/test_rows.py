@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tq.bench.cases import Case, bytes_of, cases
+from tq.bench.cases import Case, bytes_of, cases, in_turn
 from tq.bench.peers import PEERS
 from tq.bench.timing import copies_of, device_time_us, measured_bandwidth
 
 ON_GPU = torch.cuda.is_available()
-CASES = list(cases() if ON_GPU else cases(tokens=(3,)))
+CASES = list(cases() if ON_GPU else in_turn(cases(tokens=(3,))))
 
 
 @pytest.mark.parametrize("peer", PEERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -77,3 +77,12 @@ def cases(tokens: tuple[int, ...] = TOKENS) -> Iterator[Case]:
                         continue
                     for rows in tokens:
                         yield Case(producer, left_out, scheme.name, rows, hidden_size)
+
+
+def in_turn(every: Iterable[Case]) -> Iterator[Case]:
+    """One case of each producer and scheme, the sizes in turn: enough where kernels are interpreted."""
+    of_pair: dict[tuple[str, str], list[Case]] = {}
+    for case in every:
+        of_pair.setdefault((case.name, case.scheme), []).append(case)
+    for i, same in enumerate(of_pair.values()):
+        yield same[i % len(same)]

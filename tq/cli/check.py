@@ -21,7 +21,7 @@ from rich.text import Text
 import tq
 from tq.bench import timing
 from tq.bench.ahead import compile_ahead
-from tq.bench.cases import Case, bytes_of, cases
+from tq.bench.cases import bytes_of, cases, in_turn
 from tq.bench.peers import PEERS
 from tq.cli import smollm2
 from tq.kernels.codes import Code
@@ -94,14 +94,11 @@ class Finding:
 def random_inputs(device: torch.device, rows: int) -> Iterator[Input]:
     """Unit-normal activations at the shapes of real models: all of them on a GPU, in turn where kernels are
     interpreted."""
-    of_pair: dict[tuple[str, str], list[Case]] = {}
-    for case in cases(tokens=(rows,)):
-        of_pair.setdefault((case.name, case.scheme), []).append(case)
-    for i, same in enumerate(of_pair.values()):
-        for case in same if device.type == "cuda" else [same[i % len(same)]]:
-            torch.manual_seed(0)
-            arguments, options = case.arguments(torch.bfloat16, device)
-            yield Input("random", case.producer, case.name, case.scheme, arguments, options)
+    every = cases(tokens=(rows,))
+    for case in every if device.type == "cuda" else in_turn(every):
+        torch.manual_seed(0)
+        arguments, options = case.arguments(torch.bfloat16, device)
+        yield Input("random", case.producer, case.name, case.scheme, arguments, options)
 
 
 def captured_inputs(device: torch.device, cache: Path | None, tokens: int, console: Console) -> Iterator[Input]:
