@@ -66,7 +66,7 @@ def heat_map(document: dict[str, Any], peer: str) -> Any:
         layout="constrained",
     )
     most = max(len({shape[1:] for shape in found}) for found, _, _ in blocks.values())
-    image = None
+    image: Any = None
     for axis, (producer, (found, schemes, rows)) in zip(axes[:, 0], blocks.items(), strict=True):
         sizes, tokens = unique(rows, "hidden_size"), unique(rows, "rows")
         shapes = [(size, count) for size in sizes for count in tokens]
@@ -126,7 +126,7 @@ def roofline(document: dict[str, Any]) -> Any:
     return figure
 
 
-LABEL = {"textcoords": "offset points", "fontsize": 7}
+LABEL: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7}
 
 
 def small_calls(document: dict[str, Any]) -> Any:
