@@ -13,7 +13,7 @@ check: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(RUN)/ruff check .
 	$(RUN)/mypy
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest --numprocesses auto --dist loadfile
 	$(RUN)/python -m pytest perf --benchmark-disable
 
 perf: $(VENV)/.installed
