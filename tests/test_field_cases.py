@@ -31,7 +31,8 @@ from helpers import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tq
-from tq.kernels import launch, plan, tuning
+from tq.bench.cases import static_inputs
+from tq.kernels import cut, launch, plan
 from tq.kernels.target import cuda_target
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -222,10 +223,16 @@ def test_o18_the_same_row_in_another_batch(scheme):
 
 
 def test_o18_a_configuration_that_sums_does_not_depend_on_the_batch(monkeypatch):
-    monkeypatch.setattr(tuning, "INTERPRETED", tl.constexpr(False))
+    monkeypatch.setattr(cut, "INTERPRETED", tl.constexpr(False))
     for size in (32, 576, 2880, 4096, 7168, 14336, 32768):
-        for group in (0, 16, 128):
-            chosen = {tuning.choose(rows, size, group, True, True) for rows in (1, 2, 17, 256, 1024, 1 << 16)}
+        for scheme in ("fp8_tensor", "fp8_token", *(("fp8_group128",) if size % 128 == 0 else ())):
+            chosen = set()
+            for rows in (1, 2, 17, 256, 1024, 1 << 16):
+                x, weight = torch.empty(rows, size, device="meta"), torch.empty(size, device="meta")
+                inputs = static_inputs(scheme, "meta")
+                prepared = plan.prepare(tq.PRODUCERS["rms_norm"], (x, weight, 1e-6), scheme, inputs)
+                whole_row = cut.needs_whole_row(prepared.plan.producer, prepared.plan.scheme)
+                chosen.add(cut.cut(prepared, whole_row))
             assert len(chosen) == 1
 
 

@@ -61,7 +61,7 @@ def test_compiles(compiled, chosen):
     """With the conversion instruction where it rounds as E4M3 says, and nothing spilled by what serves requests."""
     facts = compiled(chosen)
     assert "error" not in facts, facts["error"]
-    code = {"e4m3"} if chosen["code"] == "fp8_e4m3" else set()
+    code = {"e4m3"} if chosen["code"] == "fp8_e4m3" and chosen["kernel"] != "unpack" else set()
     assert set(facts["conversions"]) == code & native_codes(chosen["target"])
     assert facts["spills"] == 0 or chosen["kernel"] == "check"
 

@@ -12,7 +12,10 @@ from helpers import DEVICE, assert_same_bits, float64
 from test_state_decode import KINDS, LIVE, Case
 
 pytestmark = pytest.mark.vllm
-OF_VLLM = "vllm.third_party.flash_linear_attention", "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
+OF_VLLM = (
+    "vllm.third_party.flash_linear_attention.ops.fused_recurrent",
+    "vllm.models.kimi_k3.nvidia.ops.third_party.kda.fused_recurrent",
+)
 
 
 @triton.jit
@@ -36,10 +39,10 @@ def native():
             # vLLM takes a CPU for a machine without Triton; this one has it, interpreted.
             patch.setattr(vllm.triton_utils, "triton", triton)
             patch.setattr(vllm.triton_utils, "tl", tl)
-            for name in [name for name in sys.modules if name.startswith(OF_VLLM)]:
-                patch.delitem(sys.modules, name)  # an engine of another test imported it without Triton
-        gdn = pytest.importorskip(f"{OF_VLLM[0]}.ops.fused_recurrent")
-        kda = pytest.importorskip(f"{OF_VLLM[1]}.fused_recurrent")
+            for name in OF_VLLM:
+                patch.delitem(sys.modules, name, raising=False)  # an engine of another test had it without Triton
+        gdn = pytest.importorskip(OF_VLLM[0])
+        kda = pytest.importorskip(OF_VLLM[1])
         if DEVICE == "cpu":
             for module in (gdn, kda):
                 patch.setattr(module, "exp", exp)  # bound at import, which the interpreter cannot replace
