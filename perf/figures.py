@@ -34,7 +34,12 @@ def matrix() -> list[str]:
             op = replaced(producer, scheme).op
             cells.append("" if scheme.quantizer == "none" else "2" if " + " in op else "1")
         lines.append(f"| `{scheme.name}` | {' | '.join(cell or 'tq' for cell in cells)} |")
-    return [*lines, "", "1: equal to one op of vLLM; 2: to two ops of vLLM one after the other; tq: vLLM has none.", ""]
+    return [
+        *lines,
+        "",
+        "1: stands for one op of vLLM; 2: for two, in turn; tq: vLLM has none. Compared below as far as stated.",
+        "",
+    ]
 
 
 def speed(document: dict[str, Any]) -> list[str]:

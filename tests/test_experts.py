@@ -162,3 +162,12 @@ def test_a_number_for_each_expert_or_one_for_all():
             tq.quantize(x, scheme="fp8_tensor", scale=torch.ones(count, device=DEVICE), expert_offsets=offsets)
     with pytest.raises(ValueError, match="scale must have one element"):
         tq.quantize(x, scheme="fp8_tensor", scale=torch.ones(2, device=DEVICE))
+
+
+def test_offsets_that_begin_late_or_end_beyond_touch_nothing_else():
+    """Offsets cannot be looked at before a launch; rows before the first and past the last are nobody's."""
+    x = torch.randn(6, SIZE, device=DEVICE)
+    options = {"scheme": "fp8_token", "expert_offsets": torch.tensor([2, 4, 9], device=DEVICE)}
+    made, y = tq.quantize(x, return_unquantized=True, **options)
+    assert_same_bits(y[2:], x[2:])
+    assert_same_bits(made.data[2:], tq.quantize(x[2:], scheme="fp8_token").data)

@@ -47,10 +47,11 @@ def rows_of(M, padded_M, tokens_per_expert, expert_offsets, scale_offsets, tilin
         token = (block.to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
         experts = tl.arange(0, tiling.EXPERTS_PADDED)[None, :]
         starts = tl.load(scale_offsets + experts, mask=experts < tiling.EXPERTS, other=0x7FFFFFFF)
-        expert = tl.sum((starts <= token).to(tl.int32), 1, keep_dims=True) - 1
+        expert = tl.maximum(tl.sum((starts <= token).to(tl.int32), 1, keep_dims=True) - 1, 0)
         begin, end = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
         row = token - tl.load(scale_offsets + expert) + begin
-        rows = (row, token, (row < end) & (row < M), 0, expert[:, :, None])
+        exists = (row >= tl.maximum(begin, 0)) & (row < end) & (row < M)  # whatever the offsets say
+        rows = (row, token, exists, 0, expert[:, :, None])
     else:
         token = (block.to(tl.int64) * tiling.BLOCK_M + tl.arange(0, tiling.BLOCK_M))[:, None]
         rows = (token, token, token < M, 0, 0)

@@ -217,7 +217,7 @@ INT8_TOKEN = register_scheme(
     Scheme("int8_token", INT8, "token", AMAX_INVERTING, quantizer="_C.dynamic_scaled_int8_quant")
 )
 INT8_TOKEN_AZP = register_scheme(replace(INT8_TOKEN, name="int8_token_azp", rule=RANGE))
-# vLLM's per_token_group_quant_int8 has these scales, and cuts off where this rounds.
+# vLLM's per_token_group_quant_int8 differs from this in half of its codes (perf/notes.md), so it stands for none.
 INT8_GROUP128 = register_scheme(
     replace(
         FP8_GROUP128,

@@ -75,12 +75,15 @@ class ScaleRule:
     """How scales are made, applied and stored. `fitted` is (scale,), or (scale, zero point) in fp32.
 
     load(inputs, expert) -> given: reads `ScaleInputs` first thing in a kernel, so that its latency overlaps the rows'.
-    peaks: functions of a tile whose maximum over what shares a scale is wanted; none for a given scale. fit(maxima,
-    given, code) -> fitted. scaled(y, fitted, maxima, given, code) -> what is encoded. value(decoded, fitted, given) ->
-    what the codes stand for. store(scale) -> what the scale tensor holds, of dtype `stored`; restore, its inverse. The
-    `reference_` functions are the torch form of the same arithmetic, with `ScaleInputs` and `Code` for given and code.
+    peaks: functions of a tile whose maximum over what shares a scale is wanted; none for a given scale.
+    fit(maxima, given, code) -> fitted. scaled(y, fitted, maxima, given, code) -> what is encoded.
+    value(decoded, fitted, given) -> what the codes stand for.
+    store(scale) -> what the scale tensor holds, of dtype `stored`; restore, its inverse.
     zero_point: whether there is one. needs, takes: names in `ScaleInputs` that must and that may be given.
-    least_min_scale: what `min_scale` of a call may be at least."""
+    least_min_scale: what `min_scale` of a call may be at least.
+    The `reference_` functions are the torch form of the same arithmetic, with `ScaleInputs` and `Code` for given and
+    code.
+    """
 
     load: Any
     fit: Any
