@@ -47,6 +47,7 @@ def parts(sizes: tuple[int, ...]) -> list[Part]:
         *(Part(f"large {name}", partial(calls.large, name)) for name in calls.LARGE),
         *(Part(each.__name__, each) for each in (calls.against_vllm, encoders, divisions)),
         *(Part(f"scale rule {name}", partial(scale_rule, name)) for name in dynamic),
+        *(Part(f"specials {name}", partial(calls.specials, name)) for name in tq.SCHEMES),
         *(Part(f"capture {pair}", partial(calls.capture, *pair)) for pair in calls.PAIRS),
         *(Part(str(tuple(each)), partial(matrix.against_reference, each)) for each in every),
     ]

@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 @triton.jit
 def load_rows(rows, row, col, mask):
     """rows[row, col] as fp32. row: int64 [BLOCK_M, 1]; col: int32 [1, BLOCK_N]; 0 where masked."""
-    return tl.load(rows.data + (row * rows.stride + col), mask=mask, other=0.0).to(tl.float32)
+    return as_fp32(tl.load(rows.data + (row * rows.stride + col), mask=mask, other=0.0))
 
 
 @triton.jit
@@ -39,14 +39,31 @@ def apply_nothing(args, loaded, means, row, col, mask):
 @triton.jit
 def load_vector(pointer, col, mask):
     """pointer[col] as fp32 [1, BLOCK_N]. Every row reads the same values, so they stay in the cache."""
-    return tl.load(pointer + col, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    return as_fp32(tl.load(pointer + col, mask=mask, other=0.0, eviction_policy="evict_last"))
+
+
+@triton.jit
+def as_fp32(value):
+    """bf16, fp16 or fp32 -> fp32, exactly. The interpreter gets bf16's subnormal numbers wrong, so there the bits are
+    moved."""
+    if INTERPRETED and value.dtype == tl.bfloat16:
+        return (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
 
 
 @triton.jit
 def store_rows(rows, row, col, value, mask):
     """rows[row, col] = value, rounded to nearest-even in the dtype of `rows`."""
     dtype: tl.constexpr = rows.data.dtype.element_ty
-    tl.store(rows.data + (row * rows.stride + col), round_to(value, dtype).to(dtype), mask=mask)
+    tl.store(rows.data + (row * rows.stride + col), as_dtype(round_to(value, dtype), dtype), mask=mask)
+
+
+@triton.jit
+def as_dtype(value, dtype: tl.constexpr):
+    """fp32 that `dtype` has -> `dtype`, exactly: the inverse of `as_fp32`."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        return (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return value.to(dtype)
 
 
 @triton.jit
