@@ -74,7 +74,7 @@ BATCHES = TOKENS[1:]
 
 
 def digests(
-    backward: bool, device: str = "cuda", hidden_size: int = 2048, batches: tuple[int, ...] = BATCHES
+    backward: bool, device: str = "cuda", hidden_size: int = 5120, batches: tuple[int, ...] = BATCHES
 ) -> dict[str, str]:
     """Digests of one token's codes and scales as the last row of batches of every size, the calls in one order or the
     other. In another process and order they must be the same, and the same for every size."""
@@ -129,12 +129,11 @@ def specials(scheme: str) -> list[dict[str, Any]]:
     for given in calls:
         tensors = {name: torch.tensor([number], device="cuda") for name, number in given.items()}
         options = {**static_inputs(scheme, "cuda"), **tensors}
-        for dtype in (torch.float32, torch.bfloat16):
-            ours = tq.quantize(x.to(dtype), scheme=scheme, **options)
-            with tq.use_reference():
-                theirs = tq.quantize(x.to(dtype), scheme=scheme, **options)
-            differ = different(ours.data, theirs.data) + different(ours.scales(), theirs.scales())
-            rows.append({"check": f"special values, {given or 'no bounds'}, {dtype}: {scheme}", "differ": differ})
+        ours = tq.quantize(x, scheme=scheme, **options)
+        with tq.use_reference():
+            theirs = tq.quantize(x, scheme=scheme, **options)
+        differ = different(ours.data, theirs.data) + different(ours.scales(), theirs.scales())
+        rows.append({"check": f"special values, {given or 'no bounds'}: {scheme}", "differ": differ})
     return rows
 
 

@@ -53,7 +53,7 @@ def compile_one(target: str, producer: str, scheme: str, dtype: str, hidden_size
     module, name = (check_module, "check_rows_kernel") if check else (launch_module, "quantize_rows_kernel")
     standing = Compiling(check_rows_kernel if check else quantize_rows_kernel, gpu)
     setattr(module, name, standing)
-    module.target_of, module.check_device = lambda device: facts, lambda op, device: None
+    launch_module.target_of, module.check_device = lambda device: facts, lambda op, device: None
     arguments, options = tq.PRODUCERS[producer].example(1024, hidden_size, getattr(torch, dtype), "cpu")
     options |= static_inputs(scheme, "cpu")
     if check:
