@@ -87,7 +87,7 @@ def digests(
         arguments = tuple(last_rows(value, most, tokens) for value in arguments)
         options = {key: last_rows(value, most, tokens) for key, value in options.items()}
         activation = outputs(producer(*arguments, scheme=scheme, **options, **static_inputs(scheme, device)))[0]
-        scales = activation.scales()[-1] if activation.scale.numel() > 1 else activation.scale
+        scales = activation.scales()[-1] if tq.SCHEMES[scheme].dynamic else activation.scale
         bits = b"".join(part.cpu().numpy().tobytes() for part in (activation.data.view(torch.uint8)[-1], scales))
         made[f"{name} {scheme} {tokens}"] = hashlib.sha256(bits).hexdigest()
     return made
