@@ -70,7 +70,12 @@ def facts_of(compiled: Any) -> dict[str, Any]:
         assembly = compiled.asm["amdgcn"]
         spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", assembly)
         conversions = re.findall(r"v_cvt_\w*(fp8|bf8|fp4)", assembly)
-        return {"conversions": dict(Counter(conversions)), "spills": sum(map(int, spills))}
+        return {
+            "conversions": dict(Counter(conversions)),
+            "loads": words_of("load", assembly),
+            "stores": words_of("store", assembly),
+            "spills": sum(map(int, spills)),
+        }
     ptx = compiled.asm["ptx"]
     return {
         "conversions": dict(Counter(re.findall(r"\bcvt\.rn\.satfinite\.(e4m3|e5m2|e2m1)x2\.f32\b", ptx))),
@@ -78,6 +83,15 @@ def facts_of(compiled: Any) -> dict[str, Any]:
         "stores": bytes_of("st", ptx),
         "spills": len(re.findall(r"\bSTL\b", compiled.asm["sass"])),
     }
+
+
+WORDS = {"byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12}
+WORDS |= {"dwordx4": 16}
+
+
+def words_of(kind: str, assembly: str) -> list[int]:
+    """`bytes_of` for AMD's GPUs."""
+    return [WORDS[word] for word in re.findall(rf"\b(?:global|buffer|flat)_{kind}_([a-z]+(?:x\d)?)\b", assembly)]
 
 
 def bytes_of(instruction: str, ptx: str) -> list[int]:

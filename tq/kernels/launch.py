@@ -132,8 +132,9 @@ def find_launch(prepared: Prepared) -> Launch:
     tiling, num_warps = cut(prepared, needs_whole_row(plan.producer, plan.scheme))
     blocks = -(-plan.written_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    scheme = plan.scheme.device(target_of(plan.device))
+    target = target_of(plan.device)
+    options = {"num_warps": target.warps(num_warps), "enable_fp_fusion": False}
+    scheme = plan.scheme.device(target)
     layout = plan.layout.device(plan.scheme.groups(plan.hidden_size))
     return Launch(quantize_rows_kernel, options, grid, plan.written_rows, scheme, layout, tiling)
 

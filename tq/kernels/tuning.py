@@ -19,7 +19,7 @@ AUTOTUNE = os.environ.get("TQ_AUTOTUNE", "0") == "1"
 
 
 class RowConfig(NamedTuple):
-    """Rows per program, columns per tile, tiles per program, warps per program."""
+    """Rows per program, columns per tile, tiles per program, warps per program, of 32 lanes."""
 
     block_m: int
     block_n: int
