@@ -46,6 +46,7 @@ class Launch(NamedTuple):
     scheme: DeviceScheme
     layout: DeviceLayout
     tiling: Tiling
+    overlaps: bool
 
 
 def check_device(op: str, device: torch.device) -> None:
@@ -98,6 +99,7 @@ def kernel_arguments(prepared: Prepared, found: Launch) -> tuple:
         found.layout,
         prepared.inputs,
         found.tiling,
+        found.overlaps,
     )
 
 
@@ -132,10 +134,13 @@ def find_launch(prepared: Prepared) -> Launch:
     tiling, num_warps = cut(prepared, needs_whole_row(plan.producer, plan.scheme))
     blocks = -(-plan.written_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)
+    target = target_of(plan.device)
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
-    scheme = plan.scheme.device(target_of(plan.device))
+    if target.overlaps:
+        options["launch_pdl"] = True
     layout = plan.layout.device(plan.scheme.groups(plan.hidden_size))
-    return Launch(quantize_rows_kernel, options, grid, plan.written_rows, scheme, layout, tiling)
+    scheme = plan.scheme.device(target)
+    return Launch(quantize_rows_kernel, options, grid, plan.written_rows, scheme, layout, tiling, target.overlaps)
 
 
 def run_reference(prepared: Prepared) -> None:
