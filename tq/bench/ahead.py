@@ -19,6 +19,11 @@ from tq.kernels import tuning
 MOST_PROCESSES = 16  # each holds a context on the GPU
 
 
+def processes() -> int:
+    """How many to start."""
+    return min(os.cpu_count() or 1, MOST_PROCESSES)
+
+
 class Description(NamedTuple):
     """A case by names, for another process. config: None is what the call takes by itself."""
 
@@ -59,7 +64,7 @@ def compile_ahead(cases: Sequence[Case], checks: bool = False) -> None:
 
 def compile_all(todo: list[Description], checks: bool = False) -> None:
     """Compiles these calls on this machine's GPU."""
-    count = min(os.cpu_count() or 1, MOST_PROCESSES)
+    count = processes()
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         for share in [pool.submit(compile_share, todo[first::count], checks) for first in range(count)]:
             share.result()

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton import next_power_of_2
 
 from tq.activation import QuantizedActivation
-from tq.kernels.cut import cut
+from tq.kernels import tuning
+from tq.kernels.cut import cut, tiling_of
 from tq.kernels.inputs import check_numbers
 from tq.kernels.launch import check_device, run, scale_strides
 from tq.kernels.plan import Prepared, prepare
 from tq.kernels.producer import PRODUCERS, Producer
+from tq.kernels.rows import Tiling
 from tq.kernels.rows_check import REPORT, check_rows_kernel
-from tq.kernels.target import target_of
+from tq.kernels.target import INTERPRETED, target_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def check(
     if scales is None:
         scales = prepared.inputs.scale
     if plan.rows:
-        tiling, num_warps = cut(prepared, whole_row=True)
+        tiling, num_warps = cut_for_check(prepared)
         blocks = -(-plan.scale_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
         check_rows_kernel[(blocks,)](
             codes,
@@ -126,6 +129,18 @@ def check(
             enable_fp_fusion=False,
         )
     return CheckReport(report)
+
+
+def cut_for_check(prepared: Prepared) -> tuple[Tiling, int]:
+    """The tiling of a check, and its warps: that of the call where sums are made, which must be added in its order;
+    elsewhere one tile for the row, because Triton takes the square of a kernel's operations to compile it."""
+    plan = prepared.plan
+    if plan.producer.moments or INTERPRETED.value or tuning.forced() is not None:
+        return cut(prepared, whole_row=True)
+    block_n = max(next_power_of_2(plan.data_width), plan.scheme.group)
+    config = tuning.RowConfig(1, block_n, 1, min(max(block_n // 512, 1), 16))
+    experts = plan.experts if plan.with_offsets else 0
+    return tiling_of(plan.hidden_size, plan.data_width, config, 0, experts), config.num_warps
 
 
 def check_activation(
