@@ -27,7 +27,7 @@ import typer
 
 import tq
 from perf import calls, matrix
-from perf.arithmetic import divisions, encoders, scale_rule
+from perf.arithmetic import divisions, encoders, roundings, scale_rule
 from perf.provenance import gpu_folder, provenance, write
 from tq.bench.ahead import processes
 
@@ -47,7 +47,7 @@ def parts(sizes: tuple[int, ...]) -> list[Part]:
     every = sorted(matrix.combinations(sizes), key=lambda each: not each.checked)
     return [
         *(Part(f"large {name}", partial(calls.large, name)) for name in calls.LARGE),
-        *(Part(each.__name__, each) for each in (calls.against_vllm, encoders, divisions)),
+        *(Part(each.__name__, each) for each in (calls.against_vllm, encoders, roundings, divisions)),
         *(Part(f"scale rule {name}", partial(scale_rule, name)) for name in dynamic),
         *(Part(f"chain {tokens}", partial(calls.chain, tokens)) for tokens in CHAINED),
         *(Part(f"capture {pair}", partial(calls.capture, *pair)) for pair in calls.PAIRS),

@@ -78,6 +78,7 @@ def normalize(args, loaded, means, row, col, mask):
     if len(means) > 1:
         y -= means[0]
     y *= tl.rsqrt(means[len(means) - 1] + args.eps)
+    dtype: tl.constexpr = args.x.data.dtype.element_ty
     weight_dtype: tl.constexpr = args.weight.dtype.element_ty
     if args.ROUNDING == "before_and_after_weight":
         y = round_to(y, weight_dtype)
@@ -86,9 +87,9 @@ def normalize(args, loaded, means, row, col, mask):
     y *= weight
     if args.bias is not None:
         y += load_vector(args.bias, col, mask)
-    if args.ROUNDING == "before_and_after_weight":
+    if args.ROUNDING == "before_and_after_weight" and weight_dtype != dtype:
         y = round_to(y, weight_dtype)
-    return y if args.ROUNDING == "none" else round_to(y, args.x.data.dtype.element_ty)
+    return y if args.ROUNDING == "none" else round_to(y, dtype)
 
 
 RMS, CENTERED = (add_square,), (add_value, add_square)
