@@ -108,20 +108,25 @@ def chain(tokens: int) -> list[dict[str, Any]]:
     return [{"check": f"a chain of 72 dependent calls of {tokens} tokens", "differ": differ}]
 
 
-def digests(backward: bool) -> dict[str, str]:
+BATCHES = TOKENS[1:]
+
+
+def digests(
+    backward: bool, device: str = "cuda", hidden_size: int = 2048, batches: tuple[int, ...] = BATCHES
+) -> dict[str, str]:
     """Digests of one token's codes and scales as the last row of batches of every size, the calls in one order or the
     other. In another process and order they must be the same, and the same for every size."""
-    made, most = {}, max(TOKENS)
-    calls = [(name, scheme, tokens) for name, scheme in PAIRS for tokens in TOKENS if tokens]
+    made, most = {}, max(batches)
+    calls = [(name, scheme, tokens) for name, scheme in PAIRS for tokens in batches]
     for name, scheme, tokens in reversed(calls) if backward else calls:
         producer = tq.PRODUCERS[name]
         torch.manual_seed(0)
-        arguments, options = producer.example(most, 2048, torch.bfloat16, "cuda")  # type: ignore[misc]
+        arguments, options = producer.example(most, hidden_size, torch.bfloat16, device)  # type: ignore[misc]
         arguments = tuple(last_rows(value, most, tokens) for value in arguments)
         options = {key: last_rows(value, most, tokens) for key, value in options.items()}
-        activation = outputs(producer(*arguments, scheme=scheme, **options, **static_inputs(scheme, "cuda")))[0]
-        parts = [activation.data[-1], activation.scales()[-1] if activation.scale.numel() > 1 else activation.scale]
-        bits = b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in parts)
+        activation = outputs(producer(*arguments, scheme=scheme, **options, **static_inputs(scheme, device)))[0]
+        scales = activation.scales()[-1] if activation.scale.numel() > 1 else activation.scale
+        bits = b"".join(part.cpu().numpy().tobytes() for part in (activation.data.view(torch.uint8)[-1], scales))
         made[f"{name} {scheme} {tokens}"] = hashlib.sha256(bits).hexdigest()
     return made
 
@@ -135,10 +140,39 @@ def same_digests(forward: dict[str, str], backward: dict[str, str]) -> list[dict
     """A row for each kind of call: how many digests are not that of one token alone in the first process."""
     rows = []
     for name, scheme in PAIRS:
-        alone = forward[f"{name} {scheme} 1"]
-        of_pair = [made[f"{name} {scheme} {tokens}"] for made in (forward, backward) for tokens in TOKENS if tokens]
-        differ = sum(digest != alone for digest in of_pair)
+        call = f"{name} {scheme} "
+        of_pair = [made[key] for made in (forward, backward) for key in made if key.startswith(call)]
+        differ = sum(digest != forward[f"{call}1"] for digest in of_pair)
         rows.append({"check": f"a token in {len(of_pair)} batches of two processes: {name} {scheme}", "differ": differ})
+    return rows
+
+
+NAN, INF, TINY = float("nan"), float("inf"), 2.0**-149
+SPECIALS = (NAN, -NAN, INF, -INF, 3.4e38, -3.4e38, 1e38, 1e30, 1.0, -1.0, 1e-30, 1e-38, -TINY, TINY, 0.0, -0.0)
+
+
+def specials(scheme: str) -> list[dict[str, Any]]:
+    """Rows in which ordinary values meet each special one, alone and all of them: bit-equal to torch, with every scale
+    and bound that there may be."""
+    rows, rule = [], tq.SCHEMES[scheme].rule
+    x = torch.randn(2 * len(SPECIALS) + 1, 1024, device="cuda")
+    values = torch.tensor(SPECIALS, device="cuda")
+    for i, value in enumerate(SPECIALS):
+        x[2 * i, 5], x[2 * i + 1] = value, value
+    x[-1] = values.repeat(1024 // len(values))
+    numbers = [name for name in rule.needs if name != "zero_point"]
+    calls = [dict.fromkeys(numbers, number) for number in (1.0, 1e-4, 1e30)] if numbers else [{}]
+    if "scale_ub" in rule.takes:
+        calls += [{"scale_ub": bound} for bound in (1e-30, 1e-3, 1.0)]
+    for given in calls:
+        tensors = {name: torch.tensor([number], device="cuda") for name, number in given.items()}
+        options = {**static_inputs(scheme, "cuda"), **tensors}
+        for dtype in (torch.float32, torch.bfloat16):
+            ours = tq.quantize(x.to(dtype), scheme=scheme, **options)
+            with tq.use_reference():
+                theirs = tq.quantize(x.to(dtype), scheme=scheme, **options)
+            differ = different(ours.data, theirs.data) + different(ours.scales(), theirs.scales())
+            rows.append({"check": f"special values, {given or 'no bounds'}, {dtype}: {scheme}", "differ": differ})
     return rows
 
 

@@ -50,6 +50,7 @@ def parts(sizes: tuple[int, ...]) -> list[Part]:
         *(Part(each.__name__, each) for each in (calls.against_vllm, encoders, roundings, divisions)),
         *(Part(f"scale rule {name}", partial(scale_rule, name)) for name in dynamic),
         *(Part(f"chain {tokens}", partial(calls.chain, tokens)) for tokens in CHAINED),
+        *(Part(f"specials {name}", partial(calls.specials, name)) for name in tq.SCHEMES),
         *(Part(f"capture {pair}", partial(calls.capture, *pair)) for pair in calls.PAIRS),
         *(Part(str(tuple(each)), partial(matrix.against_reference, each)) for each in every),
     ]

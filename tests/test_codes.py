@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DEVICE, FORMATS, assert_codes, float32
+from helpers import DEVICE, FORMATS, assert_codes, assert_same_bits, float32
 
 import tq
 from tq.kernels.device import round_to
@@ -271,3 +271,16 @@ def test_every_16_bit_input_through_the_template(name, dtype):
     got = tq.quantize(x, scheme=PLAIN[name], scale=torch.ones(1, device=DEVICE)).data.view(torch.uint8)
     want = FORMATS[name].encode(all_patterns("bf16" if dtype == torch.bfloat16 else "fp16")).reshape(256, 256)
     assert_codes(tq.SCHEMES[PLAIN[name]], got, want, 1.0, f"quantize of every {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_value_is_read_and_written_as_it_is(dtype):
+    """Subnormal ones included: y comes back as x, and the residual of a norm as the sum of x and -0."""
+    patterns = np.arange(1 << 16, dtype=np.uint16).view(np.int16)
+    x = torch.from_numpy(patterns).view(dtype).view(64, 1024).to(DEVICE)
+    known, scale = ~x.isnan(), {"scheme": "fp8_tensor", "scale": torch.ones(1, device=DEVICE)}
+    _, y = tq.quantize(x, return_unquantized=True, **scale)
+    _, total = tq.rms_norm(x, torch.ones_like(x[0]), residual=torch.full_like(x, -0.0), **scale)
+    for got in (y, total):
+        assert torch.equal(got.isnan(), x.isnan()) and known.sum() > 60_000
+        assert_same_bits(got[known], x[known])

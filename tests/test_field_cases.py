@@ -3,6 +3,7 @@ bug, not its witness alone; test_field_cases_values.py has those of values."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -31,10 +32,12 @@ from helpers import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tq
+from perf.calls import digests, same_digests
 from tq.bench.cases import static_inputs
 from tq.kernels import cut, launch, plan
 from tq.kernels.target import cuda_target
 
+ROOT = Path(__file__).parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 E4M3 = FORMATS["e4m3"]
 SWIZZLED = [(scheme, layout) for scheme, layout in SCHEME_LAYOUTS if layout.startswith("swizzled")]
@@ -236,6 +239,22 @@ def test_o18_a_configuration_that_sums_does_not_depend_on_the_batch(monkeypatch)
             assert len(chosen) == 1
 
 
+OTHER_PROCESS = "import json; from perf.calls import digests; print(json.dumps(digests(True, {!r}, 256, (1, 5, 33))))"
+
+
+def test_o18_the_same_bits_in_a_new_process():
+    """Every producer and every scheme: a token alone and as the last of others, in two processes with the calls in
+    opposite orders, each batch first seen after another one."""
+    command = [sys.executable, "-c", OTHER_PROCESS.format(DEVICE)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as other:
+        here = digests(False, DEVICE, 256, (1, 5, 33))
+        output, errors = other.communicate(timeout=300)
+    assert other.returncode == 0, errors[-2000:]
+    rows = same_digests(here, json.loads(output))
+    assert {row["differ"] for row in rows} == {0} and len(rows) >= len(tq.SCHEMES) + len(tq.PRODUCERS) - 1
+    assert len(set(here.values())) > len(rows) / 2
+
+
 FIRST_CALL = """
 import torch, tq
 x, residual = torch.randn(2, 5, 256).bfloat16()
@@ -249,9 +268,7 @@ assert total is residual and torch.equal(residual, (x.float() + before.float()).
 @pytest.mark.skipif(DEVICE != "cpu", reason="the GPU's own test is below")
 def test_o19_the_first_call_in_a_process_writes_in_place_once():
     """No search for a configuration runs the kernel more than once."""
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_CALL], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200
-    )
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

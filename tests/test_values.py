@@ -185,6 +185,21 @@ def test_scale_ub_bounds_amax(scheme, dtype):
             assert (got.scales == free.scales).all()
 
 
+@every_dtype
+@bounded_scheme
+def test_a_bounded_scale_saturates_whatever_leaves_fp32(scheme, dtype):
+    """Finite values whose quotients are beyond FLT_MAX are an end of the code's range, as in vLLM's op; an infinity is
+    what it is without a bound."""
+    x = torch.tensor([[1e38, -1e38, 3e38, -3e38, 1.0, -1.0, 0.0, -0.0] * 16, [INF, -INF, NAN, 3e38] * 32]).to(dtype)
+    for limit in (1e-30, 1e-3, 1.0):
+        got = compare_with_oracle(x, scheme, scale_ub=torch.tensor([limit], device=DEVICE))
+        ends = [code_of(scheme, value) for value in (1e9, -1e9)]
+        if not tq.SCHEMES[scheme].rule.zero_point:
+            assert got.codes[0, :4].tolist() == 2 * ends and got.codes[1, 3] == ends[0]
+            wanted = [nan_code(scheme)] * 2 if ORACLES[scheme].infinity == "nan" else ends
+            assert got.codes[1, :2].tolist() == wanted and got.codes[1, 2] == nan_code(scheme)
+
+
 @bounded_scheme
 def test_min_scale_bounds_the_scale(scheme):
     x = torch.randn(8, 512) * torch.logspace(-25, 1, 8)[:, None]

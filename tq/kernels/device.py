@@ -81,12 +81,13 @@ def store_rows(rows, row, col, value, mask):
 
 @triton.jit
 def narrow(value, dtype: tl.constexpr):
-    """fp32 -> `dtype`, nearest-even. The interpreter truncates to bf16, so there the bits are rounded first."""
+    """fp32 -> `dtype`, nearest-even. The interpreter truncates to bf16 and loses its subnormal numbers, so there the
+    bits are rounded."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        finite = (bits & 0x7F800000) != 0x7F800000
-        value = tl.where(finite, rounded, bits).to(tl.float32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        rounded = tl.where(value != value, bits | 0x400000, rounded)
+        return (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return value.to(dtype)
 
 

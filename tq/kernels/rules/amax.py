@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,23 +11,18 @@ import triton
 import triton.language as tl
 
 from tq.kernels.codes import Code
-from tq.kernels.device import divide
+from tq.kernels.device import divide, exact_reciprocal
 from tq.kernels.rules.base import FLT_MAX, ScaleInputs, ScaleRule
-from tq.kernels.rules.given import (
-    reference_scaled_by_division,
-    reference_scaled_by_reciprocal,
-    scaled_by_division,
-    scaled_by_reciprocal,
-)
+from tq.kernels.rules.given import reference_scaled_by_reciprocal, scaled_by_reciprocal
 
 
 @triton.jit
 def load_amax(inputs, expert):
-    """The bounds of amax from above and of the scale from below."""
+    """The bounds of amax from above and of the scale from below; whether the caller gave the first."""
     limit = 3.4028234663852886e38
     if inputs.scale_ub is not None:
         limit = tl.minimum(tl.load(inputs.scale_ub), limit)
-    return limit, inputs.min_scale
+    return limit, inputs.min_scale, inputs.scale_ub is not None
 
 
 @triton.jit
@@ -34,6 +30,16 @@ def fit_amax(maxima, given, code):
     """max(min(amax, scale_ub, FLT_MAX) / MAX, min_scale), the division IEEE."""
     amax = tl.minimum(maxima[0], given[0])
     return (tl.maximum(divide(amax, tl.full(amax.shape, code.MAX, tl.float32), 1.0 / code.MAX), given[1]),)
+
+
+@triton.jit
+def scaled_by_division(y, fitted, maxima, given, code):
+    """y / scale, IEEE; NaN of an infinity. Where the caller gave amax a bound, a finite y is kept within twice the
+    code's range: its quotient could leave fp32, of which `divide` makes NaN."""
+    if given[2]:
+        limit = fitted[0] * (2.0 * code.MAX)
+        y = tl.where(tl.abs(y) < float("inf"), tl.minimum(tl.maximum(y, -limit), limit), y)
+    return divide(y, fitted[0], exact_reciprocal(fitted[0]))
 
 
 @triton.jit
@@ -53,6 +59,10 @@ def reference_fit_amax(maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, co
     amax = bounded(maxima[0], inputs)
     # A tensor divides; a number would be turned into a multiplication by its reciprocal on a GPU.
     return ((amax / torch.full_like(amax, code.max)).clamp(min=inputs.min_scale),)
+
+
+def reference_scaled_by_division(y: torch.Tensor, fitted: tuple[torch.Tensor, ...], *rest: Any) -> torch.Tensor:
+    return torch.where(y.isinf(), torch.nan, y / fitted[0])
 
 
 def reference_scaled_by_inverse(

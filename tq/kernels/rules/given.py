@@ -33,12 +33,6 @@ def scaled_by_reciprocal(y, fitted, maxima, given, code):
 
 
 @triton.jit
-def scaled_by_division(y, fitted, maxima, given, code):
-    """y / scale, IEEE."""
-    return divide(y, fitted[0], exact_reciprocal(fitted[0]))
-
-
-@triton.jit
 def scaled_by_given_division(y, fitted, maxima, given, code):
     """y / scale, IEEE, up to twice the code's range and there an end of it: a given scale bounds no quotient, and
     `divide` makes NaN of one that leaves fp32."""
@@ -55,10 +49,6 @@ def reference_fit_static(maxima: tuple[torch.Tensor, ...], inputs: ScaleInputs, 
 
 def reference_scaled_by_reciprocal(y: torch.Tensor, fitted: tuple[torch.Tensor, ...], *rest: Any) -> torch.Tensor:
     return y * (torch.ones_like(fitted[0]) / fitted[0])
-
-
-def reference_scaled_by_division(y: torch.Tensor, fitted: tuple[torch.Tensor, ...], *rest: Any) -> torch.Tensor:
-    return torch.where(y.isinf(), torch.nan, y / fitted[0])
 
 
 def reference_scaled_by_given_division(
