@@ -118,13 +118,13 @@ def plan(
         return adapter.refuses_all
     if linear is None:
         return "no consumer"
+    key = adapter.get_input_quant_key(linear)
+    if key is None:
+        return NOT_LISTED
     if attribute(linear, "tq_off", seen):
         return "switched off"
     if attribute(linear, "input_is_parallel", seen) is False:
         return "the consumer splits its input, which must be a plain tensor"
-    key = adapter.get_input_quant_key(linear)
-    if key is None:
-        return NOT_LISTED
     kernel = kernel_of(linear, seen)
     if seen is not None:
         _note(seen, fusion, module, linear, kernel)
