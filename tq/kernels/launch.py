@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tq.activation import QuantizedActivation
-from tq.kernels.again import launch_again, learn
+from tq.kernels import tuning
+from tq.kernels.again import launch_again, launcher, learn
 from tq.kernels.cut import cut, needs_whole_row
 from tq.kernels.experts import Experts
 from tq.kernels.layouts import DeviceLayout
@@ -108,14 +109,26 @@ def execute(
 ) -> tuple[Plan, list[torch.Tensor]]:
     """Runs a call and returns its plan and its outputs, in the order of `outputs_of`."""
     plan = find_plan(producer, arguments, scheme, options)
-    if plan.again is not None and not _reference and plan.device.index == torch.cuda.current_device():
-        return plan, launch_again(plan, plan.again, arguments, options)
+    if goes_again(plan):
+        tensors = (*arguments, *[options[name] for name in plan.again.names])
+        return plan, launch_again(plan.again, tensors)
     prepared = fill(plan, arguments, options)
     compiled = run(prepared)
     if compiled is not None and plan.again is None:
         found = plan.launch
-        plan.again = learn(plan, compiled[found.grid], lambda again: kernel_arguments(again, found), arguments, options)
+        straight = launcher(compiled, found.grid, plan.device)
+        plan.again = learn(plan, straight, lambda again: kernel_arguments(again, found), arguments, options)
     return plan, outputs_of(prepared)
+
+
+def goes_again(plan: Plan) -> bool:
+    """Whether a call of `plan` can be launched with what the first one learned, here and now."""
+    return plan.again is not None and not _reference and plan.device.index == torch.cuda.current_device()
+
+
+def repeats(plan: Plan) -> bool:
+    """Whether a call of `plan` would find the same plan, and go again."""
+    return goes_again(plan) and tuning.forced() is None
 
 
 def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, int]:
