@@ -67,9 +67,16 @@ def apply_nothing(args, loaded, means, row, col, mask):
 
 
 @triton.jit
+def load_narrow(pointer, col, mask):
+    """pointer[col], [1, BLOCK_N], in its dtype, to be widened where it is used: until then it takes half the registers.
+    Every row reads the same values, so they stay in the cache."""
+    return tl.load(pointer + col, mask=mask, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
 def load_vector(pointer, col, mask):
-    """pointer[col] as fp32 [1, BLOCK_N]. Every row reads the same values, so they stay in the cache."""
-    return widen(tl.load(pointer + col, mask=mask, other=0.0, eviction_policy="evict_last"))
+    """pointer[col] as fp32 [1, BLOCK_N]."""
+    return widen(load_narrow(pointer, col, mask))
 
 
 @triton.jit
