@@ -18,8 +18,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Combination(NamedTuple):
-    """One kernel, to be tried with every number of tokens. checked: also by `tq.check`, whose kernel takes three times
-    as long to compile."""
+    """One kernel, to be tried with every number of tokens. checked: also by `tq.check`, whose kernel takes twice as
+    long to compile."""
 
     producer: str
     scheme: str
@@ -31,22 +31,27 @@ class Combination(NamedTuple):
 
 
 def combinations(every_size: Sequence[int] = SIZES) -> Iterator[Combination]:
-    """Every producer and scheme at every size in bf16, checked at the sizes in turn; every layout and dtype of a scheme
-    with the producers in turn, so that each producer and each scheme meets each dtype."""
+    """Every producer and scheme at every size in bf16; every layout and dtype of a scheme with the producers in turn,
+    so that each producer and each scheme meets each dtype.
+
+    Where sums are made torch need not have the same bits, so every pair is checked, at the sizes in turn; of the others
+    all with the identity, one in three, and those in fp16 and fp32."""
     producers = list(tq.PRODUCERS)
     turns = {dtype: count() for dtype in DTYPES}
     for i, scheme in enumerate(tq.SCHEMES.values()):
         sizes = [size for size in every_size if not scheme.group or size % scheme.group == 0]
         default = scheme.layouts[0].name
         for j, producer in enumerate(producers):
+            always = producer == "quantize" or tq.PRODUCERS[producer].moments
             for k, size in enumerate(sizes):
-                checked = k == (i + j) % len(sizes)
-                yield Combination(producer, scheme.name, default, "bfloat16", size, TOKENS, checked)
+                checked = k == (i + j) % len(sizes) and (always or (i + j // 3) % 3 == 0)
+                yield Combination(producer, scheme.name, default, "bfloat16", size, TOKENS, bool(checked))
         for layout in scheme.layouts:
             for dtype, turn in turns.items():
                 n = next(turn)
                 producer, size = producers[n % len(producers)], sizes[n % len(sizes)]
-                yield Combination(producer, scheme.name, layout.name, dtype, size, MANY_TOKENS, True)
+                checked = layout is scheme.layouts[0] and dtype != "bfloat16"
+                yield Combination(producer, scheme.name, layout.name, dtype, size, MANY_TOKENS, checked)
 
 
 def against_reference(combination: Combination) -> list[dict[str, Any]]:

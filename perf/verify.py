@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent import futures
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,9 +52,15 @@ def parts(sizes: tuple[int, ...]) -> list[Part]:
         *(Part(f"scale rule {name}", partial(scale_rule, name)) for name in dynamic),
         *(Part(f"chain {tokens}", partial(calls.chain, tokens)) for tokens in CHAINED),
         *(Part(f"specials {name}", partial(calls.specials, name)) for name in tq.SCHEMES),
-        *(Part(f"capture {pair}", partial(calls.capture, *pair)) for pair in calls.PAIRS),
-        *(Part(str(tuple(each)), partial(matrix.against_reference, each)) for each in every),
+        *(Part(f"capture {'-'.join(pair)}", partial(calls.capture, *pair)) for pair in calls.PAIRS),
+        *(Part(name_of(each), partial(matrix.against_reference, each)) for each in every),
     ]
+
+
+def name_of(each: matrix.Combination) -> str:
+    """Kind and name of a combination."""
+    kind = "sums" if tq.PRODUCERS[each.producer].moments else "no sums"
+    return f"{kind}{', checked' * each.checked} {'-'.join(map(str, each[:5]))}-{max(each.tokens)}"
 
 
 def run(part: Part) -> tuple[str, float, list[dict[str, Any]]]:
@@ -67,11 +74,13 @@ def run(part: Part) -> tuple[str, float, list[dict[str, Any]]]:
     return part.name, time.monotonic() - began, rows
 
 
-def sanitize(tool: str) -> subprocess.Popen:
+def sanitize(tool: str, limit_s: float) -> dict[str, Any]:
     """The template kernels under compute-sanitizer."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c"]
     command.append("from perf.calls import templates; templates()")
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+    print(tool, *done.stdout.splitlines()[-2:], sep="\n")
+    return {"check": f"compute-sanitizer {tool} ran to its end", "differ": done.returncode}
 
 
 def main(
@@ -83,39 +92,39 @@ def main(
     """Runs everything, no longer than `limit_s`."""
     began = time.monotonic()
     tools = ("memcheck", "racecheck") if sanitizer and shutil.which("compute-sanitizer") else ()
-    sanitized = {tool: sanitize(tool) for tool in tools}
     todo = parts(tuple(map(int, sizes.split(","))))
     spawn, rows, seconds = multiprocessing.get_context("spawn"), [], {}
 
     def left() -> float:
         return max(began + limit_s - time.monotonic(), 1.0)
 
-    # Leaving terminates the processes. A process of `two` serves one call: the digests are of two new ones.
-    with spawn.Pool(2, maxtasksperchild=1) as two, spawn.Pool(processes()) as pool:
-        both = two.map_async(calls.digests, [False, True], chunksize=1)
+    # One after the other in a process of its own each, so that the second finds the kernels of the first compiled.
+    with (
+        futures.ThreadPoolExecutor(1) as threads,
+        spawn.Pool(1, maxtasksperchild=1) as fresh,
+        spawn.Pool(processes()) as pool,
+    ):
+        sanitized = [threads.submit(sanitize, tool, limit_s) for tool in tools]
+        both = fresh.map_async(calls.digests, [False, True], chunksize=1)
         found = pool.imap_unordered(run, todo)
         try:
             while len(seconds) < len(todo):
                 name, seconds[name], made = found.next(left())
                 rows += made
             rows += calls.same_digests(*both.get(left()))
-        except multiprocessing.TimeoutError:
-            rows.append({"check": f"{len(todo)} parts and two processes ran to their end", "differ": 1})
-    for tool, process in sanitized.items():
-        try:
-            output, _ = process.communicate(timeout=left())
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-        rows.append({"check": f"compute-sanitizer {tool} ran to its end", "differ": process.returncode})
-        print(tool, *output.splitlines()[-2:], sep="\n")
+            rows += [each.result(left()) for each in sanitized]
+        except (multiprocessing.TimeoutError, futures.TimeoutError, subprocess.TimeoutExpired):
+            rows.append({"check": "everything ran to its end", "differ": len(todo) - len(seconds) or 1})
     failures = [row for row in rows if matrix.wrong(row)]
     document = provenance("perf.verify") | {"checks": len(rows), "failures": len(failures)}
     write(out or gpu_folder() / "verify.json", document, rows)
-    slowest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:8]
-    print(*(f"{seconds[name]:.0f} s: {name}" for name in slowest), sep="\n")
     for row in failures:
         print("FAILED", json.dumps(row))
+    kinds: dict[str, list[float]] = {}
+    for name, took in seconds.items():
+        kinds.setdefault(name.rsplit(" ", 1)[0], []).append(took)
+    for kind, times in sorted(kinds.items(), key=lambda each: -sum(each[1])):
+        print(f"{sum(times):.0f} s in {len(times)}: {kind}")
     print(f"{len(rows)} checks, {len(failures)} failures, {time.monotonic() - began:.0f} s")
     raise typer.Exit(1 if failures else 0)
 

@@ -53,7 +53,7 @@ def compile_one(target: str, producer: str, scheme: str, dtype: str, hidden_size
     module, name = (check_module, "check_rows_kernel") if check else (launch_module, "quantize_rows_kernel")
     standing = Compiling(check_rows_kernel if check else quantize_rows_kernel, gpu)
     setattr(module, name, standing)
-    module.target_of, module.check_device = lambda device: facts, lambda op, device: None
+    launch_module.target_of, module.check_device = lambda device: facts, lambda op, device: None
     arguments, options = tq.PRODUCERS[producer].example(1024, hidden_size, getattr(torch, dtype), "cpu")
     options |= static_inputs(scheme, "cpu")
     if check:
@@ -70,7 +70,12 @@ def facts_of(compiled: Any) -> dict[str, Any]:
         assembly = compiled.asm["amdgcn"]
         spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", assembly)
         conversions = re.findall(r"v_cvt_\w*(fp8|bf8|fp4)", assembly)
-        return {"conversions": dict(Counter(conversions)), "spills": sum(map(int, spills))}
+        return {
+            "conversions": dict(Counter(conversions)),
+            "loads": words_of("load", assembly),
+            "stores": words_of("store", assembly),
+            "spills": sum(map(int, spills)),
+        }
     ptx, sass = compiled.asm["ptx"], compiled.asm["sass"]
     return {
         "conversions": dict(Counter(re.findall(r"\bcvt\.rn\.satfinite\.(e4m3|e5m2|e2m1)x2\.f32\b", ptx))),
@@ -79,6 +84,15 @@ def facts_of(compiled: Any) -> dict[str, Any]:
         "spills": len(re.findall(r"\bSTL\b", sass)),
         "order": re.findall(r"\b(ACQBULK|PREEXIT|LDG|STG)\b", sass),
     }
+
+
+WORDS = {"byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12}
+WORDS |= {"dwordx4": 16}
+
+
+def words_of(kind: str, assembly: str) -> list[int]:
+    """`bytes_of` for AMD's GPUs."""
+    return [WORDS[word] for word in re.findall(rf"\b(?:global|buffer|flat)_{kind}_([a-z]+(?:x\d)?)\b", assembly)]
 
 
 def bytes_of(instruction: str, ptx: str) -> list[int]:

@@ -60,7 +60,7 @@ def tile_offset(layout: str, m: np.ndarray, g: np.ndarray, G: int) -> np.ndarray
 def test_o09_padding_of_scales_is_written(scheme, layout):
     """Whatever was in the memory: the poisoned torch.empty of conftest.py; the fake says the padded shape."""
     group = tq.SCHEMES[scheme].group
-    for M, G in ((1, 1), (33, 3), (129, 5)):
+    for M, G in ((1, 1), (33, 3), (128, 180), (129, 5)):
         x, options = torch.randn(M, G * group, device=DEVICE).bfloat16() + 3.0, static_options(scheme)
         scale = tq.quantize(x, scheme=scheme, layout=layout, **options).scale
         storage = raw(scale)
@@ -75,17 +75,22 @@ def test_o09_padding_of_scales_is_written(scheme, layout):
 
 
 @pytest.mark.parametrize("layout", ["swizzled_128x4", "swizzled_8x4"])
-def test_o10_the_address_of_every_scale(layout):
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp8", "mxfp4", "mxfp8_e5m2"])
+def test_o10_the_address_of_every_scale(scheme, layout):
     """By address: a round trip with the same wrong map would pass."""
     m, g = np.arange(130)[:, None], np.arange(5)[None]
-    amax = 6.0 * 2.0 ** ((3 * m + g) % 7 - 3)
-    x = torch.from_numpy(amax).repeat_interleave(16, 1).bfloat16().to(DEVICE)
-    activation = tq.quantize(x, scheme="nvfp4", layout=layout, global_scale_inv=torch.ones(1, device=DEVICE))
-    assert (raw(activation.scale)[tile_offset(layout, m, g, 5)] == E4M3.encode(amax / 6)).all()
+    largest = format_of(scheme).values()[-1]
+    amax = largest * 2.0 ** ((3 * m + g) % 7 - 3)
+    x = torch.from_numpy(amax).repeat_interleave(tq.SCHEMES[scheme].group, 1).bfloat16().to(DEVICE)
+    ones = {"global_scale_inv": torch.ones(1, device=DEVICE)} if scheme == "nvfp4" else {}
+    stored = raw(tq.quantize(x, scheme=scheme, layout=layout, **ones).scale)
+    scales = amax / largest
+    want = E4M3.encode(scales) if scheme == "nvfp4" else (np.log2(scales) + 127).astype(np.uint8)
+    assert (stored[tile_offset(layout, m, g, 5)] == want).all()
     if layout == "swizzled_128x4":
         spots = {(0, 0): 0, (0, 4): 512, (1, 0): 16, (32, 0): 4, (127, 3): 511, (128, 0): 1024, (129, 4): 1552}
         for (row, group), byte in spots.items():
-            assert raw(activation.scale)[byte] == E4M3.encode(amax[row, group] / 6)
+            assert stored[byte] == want[row, group]
 
 
 @pytest.mark.parametrize("layout", ["column_major", "tma_aligned", "packed"])
@@ -188,6 +193,12 @@ def test_o15_no_rows(producer, scheme, monkeypatch):
                 columns = {"packed": -(-G // 4)}.get(layout.name, G)
                 columns = -(-G // 4) * 4 if layout.name.startswith("swizzled") else columns
                 assert activation.scale.shape == (0, columns) and activation.scales().shape == (0, G)
+            options = {name: value for name, value in case.call_options().items() if value is not None}
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                op = getattr(torch.ops.tq, producer)
+                made = [activation.data, *([activation.scale] if found.dynamic else [])]
+                for fake, real in zip(op(*case.arguments, scheme=scheme, **options), made, strict=False):
+                    assert (fake.shape, fake.stride()) == (real.shape, real.stride())
 
 
 @pytest.mark.parametrize("scheme", ["fp8_token", "fp8_group128", "mxfp8", "nvfp4", "int8_token_azp"])

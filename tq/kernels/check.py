@@ -15,10 +15,14 @@ from tq.kernels.cut import cut, tiling_of
 from tq.kernels.inputs import check_numbers
 from tq.kernels.launch import check_device, run, scale_strides
 from tq.kernels.plan import Prepared, prepare
-from tq.kernels.producer import PRODUCERS, Producer
+from tq.kernels.producer import PRODUCERS, Producer, constant
 from tq.kernels.rows import Tiling
 from tq.kernels.rows_check import REPORT, check_rows_kernel
-from tq.kernels.target import INTERPRETED, target_of
+from tq.kernels.target import INTERPRETED, Target
+
+# A check encodes by integers, whatever the call did: its own arithmetic, and none of the hardware's conversions, of
+# which ptxas 12.8 and 12.9 compare codes before they are made (see perf/notes.md).
+BY_INTEGERS = Target("any")
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,9 @@ def check(
     if scales is None:
         scales = prepared.inputs.scale
     if plan.rows:
-        tiling, num_warps = cut_for_check(prepared)
+        tiling, config = cut_for_check(prepared)
+        columns = tiling.BLOCK_N.value * next_power_of_2(tiling.TILES.value)
+        wide = tiling._replace(BLOCK_N=constant(columns), TILES=constant(1))
         blocks = -(-plan.scale_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
         check_rows_kernel[(blocks,)](
             codes,
@@ -121,26 +127,27 @@ def check(
             *prepared.experts,
             producer.device,
             prepared.bound.args,
-            plan.scheme.device(target_of(plan.device)),
+            plan.scheme.device(BY_INTEGERS),
             plan.layout.device(plan.scheme.groups(plan.hidden_size)),
             prepared.inputs,
             tiling,
-            num_warps=num_warps,
+            wide,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )
     return CheckReport(report)
 
 
-def cut_for_check(prepared: Prepared) -> tuple[Tiling, int]:
-    """The tiling of a check, and its warps: that of the call where sums are made, which must be added in its order;
-    elsewhere one tile for the row, because Triton takes the square of a kernel's operations to compile it."""
+def cut_for_check(prepared: Prepared) -> tuple[Tiling, tuning.RowConfig]:
+    """How a check is cut: as the call where sums are made, which must be added in its order; elsewhere one tile for the
+    row."""
     plan = prepared.plan
     if plan.producer.moments or INTERPRETED.value or tuning.forced() is not None:
         return cut(prepared, whole_row=True)
     block_n = max(next_power_of_2(plan.data_width), plan.scheme.group)
     config = tuning.RowConfig(1, block_n, 1, min(max(block_n // 512, 1), 16))
     experts = plan.experts if plan.with_offsets else 0
-    return tiling_of(plan.hidden_size, plan.data_width, config, 0, experts), config.num_warps
+    return tiling_of(plan.hidden_size, plan.data_width, config, 0, experts), config
 
 
 def check_activation(

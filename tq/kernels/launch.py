@@ -144,13 +144,15 @@ def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, in
 def find_launch(prepared: Prepared) -> Launch:
     """The launch of a plan, by way of Triton's search for the compiled kernel."""
     plan = prepared.plan
-    tiling, num_warps = cut(prepared, needs_whole_row(plan.producer, plan.scheme))
+    tiling, config = cut(prepared, needs_whole_row(plan.producer, plan.scheme))
     blocks = -(-plan.written_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)
     target = target_of(plan.device)
-    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": target.warps(config.num_warps), "enable_fp_fusion": False}
     if target.overlaps:
         options["launch_pdl"] = True
+    if config.max_registers and target.name.startswith("sm_"):
+        options["maxnreg"] = config.max_registers
     layout = plan.layout.device(plan.scheme.groups(plan.hidden_size))
     scheme = plan.scheme.device(target)
     return Launch(quantize_rows_kernel, options, grid, plan.written_rows, scheme, layout, tiling, target.overlaps)

@@ -1,4 +1,26 @@
-"""Schemes: an element code, how many elements share a scale, the rule that makes the scale, and its layouts."""
+"""Schemes: an element code, how many elements share a scale, the rule that makes the scale, and its layouts.
+
+What is not ordinary has one answer:
+
+- NaN has no part in a scale and leaves its neighbours as they are. Its code is the format's NaN; of INT8 it is 0 or the
+  zero point, of E2M1 the largest value.
+- An infinity saturates under a given scale. A dynamic scale takes it for FLT_MAX (half of that with a zero point) or
+  for scale_ub; then it is NaN where y is divided by the scale (FP8 per token) and saturates elsewhere. NVFP4's block
+  scale saturates at 448, as that of any block beyond the calibrated maximum.
+- Zeros have the least scale (`min_scale` of the scheme or the call, 2^-127 of MX, 0 of NVFP4) and codes of 0 with y's
+  sign, as far as the code has a -0.
+- An amax whose scale would be less, a subnormal one included, has the least scale; y is divided by that.
+
+Given the same y, codes and scales are those of the vLLM op that `quantizer` names, but for
+
+- NaN, which its clamps turn into the largest value, and infinities, which make its dynamic scales infinite;
+- a row of zeros in INT8 per token, whose scale is 0 there;
+- NVFP4: `_C.scaled_fp4_quant` multiplies by approximate reciprocals (`rcp.approx.ftz`) of 6, of the global scale and
+  of each block scale. `nvfp4` uses correctly rounded ones, as vLLM's Python reference does: results that depend on the
+  GPU could not be tested. A block scale on a tie of E4M3, or a quotient on a tie of E2M1, may come out one step apart;
+- MXFP8, where FlashInfer's kernel treats a subnormal amax in its own way. Its product with 1/448 in place of the
+  quotient gives the same exponents.
+"""
 
 from __future__ import annotations
 

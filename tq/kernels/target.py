@@ -24,6 +24,10 @@ class Target(NamedTuple):
     native_codes: frozenset[str] = frozenset()
     overlaps: bool = False
 
+    def warps(self, of_32: int) -> int:
+        """How many warps have as many lanes as `of_32` of 32: CDNA's have 64."""
+        return max(of_32 // 2, 1) if self.name.startswith("gfx9") else of_32
+
 
 def cuda_target(major: int, minor: int, triton_version: str = triton.__version__) -> Target:
     """Facts of an NVIDIA GPU of compute capability `major.minor`.
