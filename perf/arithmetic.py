@@ -1,4 +1,4 @@
-"""The arithmetic of the package on a GPU, exhaustively: encoders, division, reciprocal, scale rules."""
+"""The arithmetic of the package on a GPU, exhaustively: encoders, rounding, division, reciprocal, scale rules."""
 
 from __future__ import annotations
 
@@ -36,15 +36,28 @@ def encode_both_kernel(values, by_integers, chosen, encoders, BLOCK: tl.constexp
 
 
 @triton.jit
+def bits_of(value):
+    return value.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def round_kernel(values, rounded, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(rounded + at, device.round_to(tl.load(values + at), dtype))
+
+
+@triton.jit
 def divide_kernel(differ, MANTISSAS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quotients of one mantissa by BLOCK divisors, at two exponents, that are not the IEEE division's."""
+    """Quotients of one mantissa by BLOCK divisors, at two exponents, that are not the IEEE division's; -0 and 0 too."""
     divisor = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) + 0x3F800000).to(tl.float32, bitcast=True)
+    inverse = device.exact_reciprocal(divisor)
+    mantissa = tl.full([BLOCK], 1.0, tl.float32) * (1.0 + tl.program_id(1).to(tl.float32) / MANTISSAS)
     wrong = 0
-    for exponent in tl.static_range(2):
-        value = tl.full([BLOCK], 1.0, tl.float32) * (1.0 + tl.program_id(1).to(tl.float32) / MANTISSAS)
-        value *= 64.0 if exponent == 0 else 0.0078125
-        quotient = device.divide(value, divisor, device.exact_reciprocal(divisor))
-        wrong += tl.sum((quotient != tl.div_rn(value, divisor)).to(tl.int32))
+    for i in tl.static_range(4):
+        value = mantissa * (64.0 if i == 0 else -0.0078125 if i == 1 else 0.0)
+        value = value * -1.0 if i == 3 else value
+        quotient = device.divide(value, divisor, inverse)
+        wrong += tl.sum((bits_of(quotient) != bits_of(tl.div_rn(value, divisor))).to(tl.int32))
     tl.atomic_add(differ, wrong.to(tl.int64))
 
 
@@ -82,13 +95,28 @@ def encoders() -> list[dict[str, Any]]:
     return rows
 
 
+def roundings() -> list[dict[str, Any]]:
+    """fp32 rounded to a narrower dtype, by the GPU's instruction and by torch, for every bit pattern; NaN stays NaN."""
+    rows, size = [], 1 << 26
+    for dtype, name in ((tl.bfloat16, "bfloat16"), (tl.float16, "float16")):
+        differ = 0
+        for first in range(-(1 << 31), 1 << 31, size):
+            values = torch.arange(first, first + size, dtype=torch.int32, device="cuda").view(torch.float32)
+            ours, theirs = torch.empty_like(values), values.to(getattr(torch, name)).float()
+            round_kernel[(size // BLOCK,)](values, ours, dtype, BLOCK)
+            same = ours.view(torch.int32) == theirs.view(torch.int32)
+            differ += int((~(same | (ours.isnan() & theirs.isnan()))).sum())
+        rows.append({"check": f"rounding to {name}, all of fp32", "made": 1 << 32, "differ": differ})
+    return rows
+
+
 def divisions() -> list[dict[str, Any]]:
     """The corrected division and the reciprocal."""
     rows = []
     for bits, name in ((7, "bf16"), (10, "fp16")):
         differ = torch.zeros(1, dtype=torch.int64, device="cuda")
         divide_kernel[(MANTISSAS // BLOCK, 1 << bits)](differ, 1 << bits, BLOCK)
-        made = 2 * MANTISSAS << bits
+        made = 4 * MANTISSAS << bits
         rows.append({"check": f"division, {name} mantissas by all fp32 ones", "made": made, "differ": int(differ)})
     for largest in (448.0, 57344.0, 224.0, 127.0):
         counts = torch.zeros(2, dtype=torch.int64, device="cuda")

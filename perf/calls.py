@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,6 +69,43 @@ def capture(name: str, scheme: str) -> list[dict[str, Any]]:
             arguments[0].copy_(torch.randn_like(arguments[0]))
         rows.append({"check": f"graph capture, {state}: {name} {scheme}", "differ": differ})
     return rows
+
+
+def chain(tokens: int) -> list[dict[str, Any]]:
+    """Calls that each read what the one before has written, and write it again, torch's between them: does any begin
+    too early? All at once in a graph, against one after the other with the GPU idle between."""
+    given, x = torch.randn(2, tokens, 4096, device="cuda").bfloat16()
+    weight, scale = torch.ones_like(x[0]), torch.tensor([0.02], device="cuda")
+    residual = torch.empty_like(given)
+
+    def calls(between: Callable[[], None]) -> list[torch.Tensor]:
+        codes, wide = [], torch.cat([given, given], -1)
+        residual.copy_(given)
+        for i in range(24):
+            normed, _ = tq.rms_norm(
+                x, weight, 1e-6, scheme="fp8_tensor", scale=scale, residual=residual, residual_out=residual
+            )
+            between()
+            wide[:, 4096:] = residual
+            between()
+            activated = tq.silu_mul(wide, scheme="fp8_token")
+            between()
+            if i % 2:
+                residual.mul_(0.5)
+            between()
+            codes += [normed.data, activated.data, activated.scale, tq.quantize(residual, scheme="fp8_group128").data]
+            between()
+        return codes
+
+    alone = calls(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = calls(lambda: None)
+    differ = 0
+    for _ in range(8):
+        graph.replay()
+        differ += sum(different(a, b) for a, b in zip(alone, together, strict=True))
+    return [{"check": f"a chain of 72 dependent calls of {tokens} tokens", "differ": differ}]
 
 
 BATCHES = TOKENS[1:]

@@ -4,8 +4,8 @@
 
 Every producer with every scheme against torch; every layout and dtype in turn; the arithmetic over all mantissas;
 vLLM's quantizers where vLLM is installed; CUDA-graph capture with cold and warm kernels; the bits of a token in batches
-of two processes; tensors of more than 2^31 elements; the template kernels under compute-sanitizer where it is
-installed. Exits non-zero on any failure.
+of two processes; calls that depend on each other, back to back; tensors of more than 2^31 elements; the template
+kernels under compute-sanitizer where it is installed. Exits non-zero on any failure.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ import typer
 
 import tq
 from perf import calls, matrix
-from perf.arithmetic import divisions, encoders, scale_rule
+from perf.arithmetic import divisions, encoders, roundings, scale_rule
 from perf.provenance import gpu_folder, provenance, write
 from tq.bench.ahead import processes
+
+CHAINED = (1, 16, 256, 4096)  # tokens: calls of few programs and of many wait for each other differently
 
 
 class Part(NamedTuple):
@@ -46,8 +48,9 @@ def parts(sizes: tuple[int, ...]) -> list[Part]:
     every = sorted(matrix.combinations(sizes), key=lambda each: not each.checked)
     return [
         *(Part(f"large {name}", partial(calls.large, name)) for name in calls.LARGE),
-        *(Part(each.__name__, each) for each in (calls.against_vllm, encoders, divisions)),
+        *(Part(each.__name__, each) for each in (calls.against_vllm, encoders, roundings, divisions)),
         *(Part(f"scale rule {name}", partial(scale_rule, name)) for name in dynamic),
+        *(Part(f"chain {tokens}", partial(calls.chain, tokens)) for tokens in CHAINED),
         *(Part(f"specials {name}", partial(calls.specials, name)) for name in tq.SCHEMES),
         *(Part(f"capture {'-'.join(pair)}", partial(calls.capture, *pair)) for pair in calls.PAIRS),
         *(Part(name_of(each), partial(matrix.against_reference, each)) for each in every),

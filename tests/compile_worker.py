@@ -76,12 +76,13 @@ def facts_of(compiled: Any) -> dict[str, Any]:
             "stores": words_of("store", assembly),
             "spills": sum(map(int, spills)),
         }
-    ptx = compiled.asm["ptx"]
+    ptx, sass = compiled.asm["ptx"], compiled.asm["sass"]
     return {
         "conversions": dict(Counter(re.findall(r"\bcvt\.rn\.satfinite\.(e4m3|e5m2|e2m1)x2\.f32\b", ptx))),
         "loads": bytes_of("ld", ptx),
         "stores": bytes_of("st", ptx),
-        "spills": len(re.findall(r"\bSTL\b", compiled.asm["sass"])),
+        "spills": len(re.findall(r"\bSTL\b", sass)),
+        "order": re.findall(r"\b(ACQBULK|PREEXIT|LDG|STG)\b", sass),
     }
 
 

@@ -37,13 +37,15 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned_empty)
 
 
-@pytest.fixture
-def adapter(monkeypatch: pytest.MonkeyPatch):
-    """The contract's adapter of an engine that is not there."""
-    from contract_fakes import Adapter
+@pytest.fixture(params=["decided", "repeated"] if not torch.cuda.is_available() else ["repeated"])
+def adapter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """The contract's adapter of an engine that is not there; with calls repeated as on a GPU, and without."""
+    from contract_fakes import Adapter, repeat_calls
 
     from tq.contract import route
 
+    if request.param == "repeated" and not torch.cuda.is_available():
+        repeat_calls(monkeypatch)
     adapter = Adapter()
     monkeypatch.setattr(route.state, "adapter", adapter)
     return adapter

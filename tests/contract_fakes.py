@@ -73,9 +73,11 @@ class Adapter:
             return {"rounding": "activation_and_product"}
         return None if self.norm_rounding is None else self.norm_rounding.options(has_residual)
 
-    def wrap(self, activation, reads):
-        data = activation.data
-        return Activation(data, activation.scale, activation.orig_dtype, data.shape, reads.key, reads)
+    def implementation(self, producer, has_residual):
+        return self.norm_rounding
+
+    def wrap(self, reads, data, scale, dtype, shape, zero_point=None):
+        return Activation(data, scale, dtype, shape, reads.key, reads)
 
 
 class Norm(torch.nn.Module):
@@ -252,3 +254,33 @@ def int8_schemes():
 
     made = Scheme("int8_token", INT8, "token", AMAX_DIVIDING), Scheme("int8_tensor", INT8, "tensor", STATIC)
     return [scheme for scheme in made if scheme.name not in SCHEMES]
+
+
+def repeat_calls(monkeypatch):
+    """Calls repeat (`tq.contract.repeat`) though kernels are interpreted: each goes the way of a compiled one, whose
+    launch is made here. Returns the list of what was repeated, which grows."""
+    from tq.contract import repeat
+    from tq.kernels import launch, plan
+
+    interpret, repeated = launch.launch, []
+
+    def first(prepared):
+        interpret(prepared)
+        return {prepared.plan.launch.grid: None}
+
+    def later(again, given, final=False):
+        (known,) = [each for each in plan._plans.values() if each.again is again]
+        count = len(given) - len(again.names)
+        named = dict(zip(again.names, given[count:], strict=True))
+        prepared = plan.fill(known, tuple(given[:count]), named)
+        interpret(prepared)
+        codes, *rest = launch.outputs_of(prepared)
+        repeated.extend([again] * final)
+        return [codes.view(known.scheme.code.torch_dtype) if final else codes, *rest]
+
+    monkeypatch.setattr(launch, "launch", first)
+    monkeypatch.setattr(launch, "launch_again", later)
+    monkeypatch.setattr(repeat, "launch_again", later)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(plan, "_plans", {})
+    return repeated

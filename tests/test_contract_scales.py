@@ -92,7 +92,7 @@ def test_an_attribute_is_found_as_getattr_finds_it():
 
 @pytest.fixture
 def nvfp4(adapter, monkeypatch):
-    """A consumer of NVFP4 whose scales all differ, and what `tq.rms_norm` was given for it."""
+    """A consumer of NVFP4 whose scales all differ, and what the producer was given for it."""
     stand_in = dataclasses.replace(tq.SCHEMES["fp8_group128"], name="nvfp4")
     monkeypatch.setitem(tq.SCHEMES, "nvfp4", tq.SCHEMES.get("nvfp4", stand_in))
     adapter.native[Key("nvfp4")] = Reads(Key("nvfp4"), "nvfp4", "row_major")
@@ -105,7 +105,7 @@ def nvfp4(adapter, monkeypatch):
         given.append(options)
         return tq.quantize(x, scheme="fp8_group128")
 
-    monkeypatch.setattr(tq, "rms_norm", rms_norm)
+    monkeypatch.setitem(tq.PRODUCERS, "rms_norm", rms_norm)
     return linear, given
 
 

@@ -46,8 +46,9 @@ def asked(monkeypatch):
 
     def cut_and_note(*given, real=launch.cut):
         made = real(*given)
-        tiling, num_warps = made
-        seen.append(RowConfig(tiling.BLOCK_M.value, tiling.BLOCK_N.value, tiling.TILES.value, num_warps))
+        tiling, config = made
+        assert (tiling.BLOCK_M.value, tiling.TILES.value) == (config.block_m, config.tiles)
+        seen.append(config)
         return made
 
     monkeypatch.setattr(launch, "cut", cut_and_note)

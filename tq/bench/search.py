@@ -1,8 +1,8 @@
 """Searching the space of a template for the configurations that are fastest on this machine's GPU.
 
 What is timed is pruned by a model of one SM, the same from sm_80 to sm_100: 65536 registers, 2048 threads, 32 programs.
-A thread needs 16 registers and 2.25 for each element that it holds (perf/notes.md). Left out is what gives a thread
-less than 4 or more than 16 elements of a tile; what has more idle lanes than an eighth, more registers than there are,
+A thread needs 16 registers and 2.25 for each element that it holds (perf/notes.md); it may be held to less. Left out is
+what gives a thread less than 4 or more than 16 elements of a tile; what has more idle lanes than an eighth, more registers than there are,
 or, for many tokens, less than 24 KiB of rows under way on an SM, unless all others are about as bad.
 """
 
@@ -62,14 +62,19 @@ class Found(NamedTuple):
         return 1.0 / relative(self.times, self.before)
 
 
+def needed(config: RowConfig) -> float:
+    """Registers of a thread, where nothing limits them."""
+    return 16 + 2.25 * config.block_m * config.block_n * config.tiles / (32 * config.num_warps)
+
+
 def model(config: RowConfig, key: Key) -> Model:
     """The model at the top."""
     threads, width = 32 * config.num_warps, config.block_n * config.tiles
     lane = config.block_m * config.block_n / threads
-    needed = 16 + 2.25 * lane * config.tiles
+    registers_each = min(needed(config), config.max_registers or math.inf)
     idle = 1.0 - key.hidden_size / (-(-key.hidden_size // width) * width)
-    programs = max(min(int(REGISTERS / (needed * threads)), THREADS // threads, PROGRAMS), 1)
-    registers = max(needed * threads / REGISTERS, needed / 255)
+    programs = max(min(int(REGISTERS / (registers_each * threads)), THREADS // threads, PROGRAMS), 1)
+    registers = max(registers_each * threads / REGISTERS, registers_each / 255)
     return Model(lane, idle, registers, programs * config.block_m * width * (1.0 - idle) * key.row_bytes)
 
 
@@ -80,7 +85,9 @@ def shapes(key: Key) -> Iterator[RowConfig]:
         for tiles in (-(-key.hidden_size // block_n),) if key.whole_row else space.tiles:
             for block_m in space.block_m:
                 for num_warps in space.num_warps:
-                    yield RowConfig(block_m, block_n, tiles, num_warps)
+                    free = RowConfig(block_m, block_n, tiles, num_warps)
+                    limits = (most for most in space.max_registers if not most or needed(free) > most)
+                    yield from (free._replace(max_registers=most) for most in limits)
 
 
 def candidates(key: Key) -> list[RowConfig]:
@@ -96,7 +103,7 @@ def candidates(key: Key) -> list[RowConfig]:
     under_way = 0.0 if key.tokens == "few" else min(UNDER_WAY, most / NEAR)
     widest: dict[tuple[int, ...], RowConfig] = {}
     for config in (config for config, found in models.items() if found.under_way >= under_way):
-        alike = config.block_m * config.block_n, config.tiles, config.num_warps
+        alike = config.block_m * config.block_n, config.tiles, config.num_warps, config.max_registers
         widest[alike] = max(config, widest.get(alike, config), key=lambda each: each.block_n)
     return list(widest.values())
 

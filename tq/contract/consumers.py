@@ -101,6 +101,9 @@ def check_activation(op: str, activation: Any, reads: Reads) -> None:
 
     One that tq did not make does not say its layout: then the strides of its scales must be those of the layout.
     """
+    made = getattr(activation, "reads", None)
+    if made is reads:  # made for this very kernel: no need to compare keys field by field
+        return
     key = getattr(activation, "quant_key", None)
     if key != reads.key:
         came = key or type(activation).__name__
@@ -108,7 +111,6 @@ def check_activation(op: str, activation: Any, reads: Reads) -> None:
             f"{op}: input must be a tensor or an activation of {reads.key}, got {came}; quantize it for this layer"
         )
     scheme = SCHEMES[reads.scheme]
-    made = getattr(activation, "reads", None)
     if made is None:
         if not scheme.dynamic:
             return  # one scale lies in one way

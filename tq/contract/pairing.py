@@ -17,8 +17,9 @@ import tq
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
 from tq.contract.consumers import NOT_LISTED
+from tq.contract.repeat import Repeats
 from tq.contract.route import FUSIONS, SILU_MUL, Adapter, Fusion, plan, route, state
-from tq.contract.scales import attribute, implementation
+from tq.contract.scales import Seen, attribute, implementation
 from tq.contract.sites import BY_SHA, USUAL_PRODUCERS
 
 NORMS = ("rms_norm", "gemma_rms_norm")
@@ -153,10 +154,10 @@ def _source_hash(function: Any) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def _resolve(parent: Any, path: tuple[str, ...]) -> Any:
+def _resolve(parent: Any, path: tuple[str, ...], seen: Seen | None = None) -> Any:
     for name in path:
         if parent is not None:
-            parent = attribute(parent, name)
+            parent = attribute(parent, name, seen)
     return parent
 
 
@@ -168,8 +169,15 @@ def _routed_class(base: Any, fusion: Fusion) -> type:
     """
 
     def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        linear = _resolve(self.tq_parent, self.tq_path)
-        return route(fusion, self, x, residual, linear, self.tq_plain_forward, self.tq_boundary)
+        if torch.compiler.is_compiling():
+            return decided(self, x, residual, None)
+        repeated = self.tq_repeats.run(x, residual)
+        return decided(self, x, residual, Seen()) if repeated is None else repeated
+
+    def decided(self: Any, x: torch.Tensor, residual: torch.Tensor | None, seen: Seen | None) -> Any:
+        linear = _resolve(self.tq_parent, self.tq_path, seen)
+        plain, repeats = self.tq_plain_forward, self.tq_repeats
+        return route(fusion, self, x, residual, linear, plain, self.tq_boundary, repeats, seen)
 
     def tq_plain_forward(self: Any, *args: Any) -> Any:
         return base.forward(self, *args)
@@ -183,6 +191,7 @@ def _swap(fusion: Fusion, path: tuple[str, ...], parent: torch.nn.Module, module
     object.__setattr__(module, "tq_parent", parent)
     object.__setattr__(module, "tq_path", path)
     object.__setattr__(module, "tq_boundary", boundary)
+    object.__setattr__(module, "tq_repeats", Repeats(state.adapter, tq.PRODUCERS[fusion.producer], boundary))
     base: Any = getattr(type(module), "tq_base", type(module))
     module.__class__ = _routed_class(base, fusion)
 
@@ -192,7 +201,7 @@ def unpair(module: Any) -> None:
     base = getattr(type(module), "tq_base", None)
     if base is not None:
         module.__class__ = base
-        for name in ("tq_parent", "tq_path", "tq_boundary"):
+        for name in ("tq_parent", "tq_path", "tq_boundary", "tq_repeats"):
             object.__delattr__(module, name)
 
 

@@ -13,7 +13,8 @@ import tq
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
 from tq.contract.consumers import NOT_LISTED, Reads
-from tq.contract.scales import attribute, input_quant_scale, kernel_of
+from tq.contract.repeat import Repeats
+from tq.contract.scales import Seen, attribute, input_quant_scale, kernel_of
 from tq.kernels.schemes import SCHEMES, Scheme
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -62,8 +63,9 @@ class Adapter(Protocol):
     def accept(self, linear: Any) -> str | None: ...
     def withdraw(self, linear: Any) -> None: ...
     def producer_of(self, module: Any) -> str | None: ...
+    def implementation(self, producer: str, has_residual: bool) -> Any: ...  # on which the rounding of eager code rests
     def rounding(self, producer: str, reads: Reads, has_residual: bool) -> dict[str, Any] | None: ...  # a new one
-    def wrap(self, activation: Any, reads: Reads) -> Any: ...
+    def wrap(self, reads: Reads, data: Any, scale: Any, dtype: Any, shape: Any, zero_point: Any = None) -> Any: ...
 
 
 class _State:
@@ -86,21 +88,28 @@ class Fusion:
     """How one producer of tq is planned and called in place of the engine's module that computes the same.
 
     refusal(module, x): why this module cannot be fused, or `None`; x is `None` before the first call.
-    call(module, x, residual, options): (function, args, kwargs) of tq's public API.
+    call(module, x, residual, options): (args, kwargs) of the producer. reads: attributes of the module that both read.
     """
 
     producer: str
     refusal: Callable[[Any, torch.Tensor | None], str | None]
-    call: Callable[[Any, torch.Tensor, torch.Tensor | None, dict[str, Any]], tuple[Callable[..., Any], tuple, dict]]
+    call: Callable[[Any, torch.Tensor, torch.Tensor | None, dict[str, Any]], tuple[tuple, dict]]
+    reads: tuple[str, ...] = ()
     inputs_per_output: int = 1
 
 
 def plan(
-    fusion: Fusion, module: Any, linear: Any, x: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    fusion: Fusion,
+    module: Any,
+    linear: Any,
+    x: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    seen: Seen | None = None,
 ) -> Plan | str:
     """How to fuse `module` into the input quantization of `linear` now, or the reason not to.
 
-    Reasons are constants: this runs under torch.compile, which cannot trace the text form of every key.
+    seen: is told everything that this rests on besides the tensors. Reasons are constants: this runs under
+    torch.compile, which cannot trace the text form of every key.
     """
     adapter = state.adapter
     if adapter is None:
@@ -109,21 +118,23 @@ def plan(
         return adapter.refuses_all
     if linear is None:
         return "no consumer"
-    if linear.__dict__.get("tq_off"):
-        return "switched off"
-    if attribute(linear, "input_is_parallel") is False:
-        return "the consumer splits its input, which must be a plain tensor"
     key = adapter.get_input_quant_key(linear)
     if key is None:
         return NOT_LISTED
-    kernel = kernel_of(linear)
+    if attribute(linear, "tq_off", seen):
+        return "switched off"
+    if attribute(linear, "input_is_parallel", seen) is False:
+        return "the consumer splits its input, which must be a plain tensor"
+    kernel = kernel_of(linear, seen)
+    if seen is not None:
+        _note(seen, fusion, module, linear, kernel)
     reads = adapter.reads(kernel, key)
     if reads is None:
         return "no scheme for the consumer's input quantization key"
     scheme = SCHEMES[reads.scheme]
     dynamic = scheme.dynamic
     wanted = SCALE_OPTIONS.get(scheme.name) or (UPPER_BOUND if dynamic else STATIC_SCALE)
-    scale = input_quant_scale(linear, wanted.field, kernel)
+    scale = input_quant_scale(linear, wanted.field, kernel, seen)
     weight = _any_parameter(linear) if x is None else None
     weightless = weight is not None and weight.is_meta  # a model that is only explained
     if wanted.required and not weightless and (scale is None or scale.dtype != torch.float32):
@@ -150,6 +161,18 @@ def plan(
     return Plan(adapter, reads, options)
 
 
+def _note(seen: Seen, fusion: Fusion, module: Any, linear: Any, kernel: Any) -> None:
+    """What `plan` reads otherwise than by `attribute`."""
+    seen.note_attribute(state, "adapter")
+    seen.note_attribute(state.adapter, "refuses_all")
+    for name in ("requires_unquantized_input", "_input_quant_key"):
+        seen.note_attribute(linear, name)
+    if kernel is not None:
+        seen.note_attribute(kernel, "tq_reads")
+    for name in fusion.reads:
+        seen.note_attribute(module, name)
+
+
 def route(
     fusion: Fusion,
     module: Any,
@@ -158,18 +181,27 @@ def route(
     linear: Any,
     plain: Callable[..., Any],
     boundary: Boundary | None = None,
+    repeats: Repeats | None = None,
+    seen: Seen | None = None,
 ) -> Any:
-    """fused(x) for `linear`, or `plain(x)` (`plain(x, residual)` when a residual is given)."""
-    planned = plan(fusion, module, linear, x, residual)
+    """fused(x) for `linear`, or `plain(x)` (`plain(x, residual)` when a residual is given).
+
+    repeats: learns the call, which rests on what was `seen` before and on what is seen here.
+    """
+    planned = plan(fusion, module, linear, x, residual, seen)
     if isinstance(planned, str):
         return plain(x) if residual is None else plain(x, residual)
-    function, args, kwargs = fusion.call(module, x, residual, planned.options)
-    result = function(*args, **kwargs)
+    producer = tq.PRODUCERS[fusion.producer]
+    args, kwargs = fusion.call(module, x, residual, planned.options)
+    result = producer(*args, **kwargs)
     if not torch.compiler.is_compiling():
         boundaries.called(boundary, fusion.producer, args, kwargs, result)
-    activation = result if residual is None else result[0]
-    wrapped = planned.adapter.wrap(activation, planned.reads)
-    return wrapped if residual is None else (wrapped, result[1])
+        if repeats is not None and seen is not None and not boundaries.observers:
+            repeats.learn(seen, x, residual, planned.reads, args, kwargs)
+    made = result if residual is None else result[0]
+    reads, wrap = planned.reads, planned.adapter.wrap
+    activation = wrap(reads, made.data, made.scale, made.orig_dtype, made.orig_shape, made.zero_point)
+    return activation if residual is None else (activation, result[1])
 
 
 def _any_parameter(linear: Any) -> torch.Tensor | None:
@@ -207,43 +239,34 @@ def _norm_refusal(norm: Any, x: torch.Tensor | None) -> str | None:
     return None
 
 
-def _norm_call(
-    function: Callable[..., Any], norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]
-) -> tuple:
+def _norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
     arguments = (x, attribute(norm, "weight"), norm.variance_epsilon)
     if residual is None:
-        return function, arguments, options
+        return arguments, options
     kwargs = {**options, "residual": residual}
     # As the plain norm does, which saves an allocation in each call. Not where code is traced, which wants values and
     # no writes, nor for an observer, who is promised the residual from before the addition.
     if kwargs.pop("in_place", False) and not torch.compiler.is_compiling() and not boundaries.observers:
         kwargs["residual_out"] = residual
-    return function, arguments, kwargs
-
-
-def _rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
-    return _norm_call(tq.rms_norm, norm, x, residual, options)
-
-
-def _gemma_rms_norm_call(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
-    return _norm_call(tq.PRODUCERS["gemma_rms_norm"], norm, x, residual, options)
+    return arguments, kwargs
 
 
 def _act_refusal(act: Any, x: torch.Tensor | None) -> None:
     return None
 
 
-def _silu_mul_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
-    return tq.silu_mul, (x,), options
+def _act_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
+    return (x,), options
 
 
 def _gelu_mul_call(act: Any, x: torch.Tensor, residual: torch.Tensor | None, options: dict[str, Any]) -> tuple:
-    return tq.PRODUCERS["gelu_mul"], (x,), {**options, "approximate": act.approximate}
+    return (x,), {**options, "approximate": act.approximate}
 
 
-RMS_NORM = Fusion("rms_norm", _norm_refusal, _rms_norm_call)
-GEMMA_RMS_NORM = Fusion("gemma_rms_norm", _norm_refusal, _gemma_rms_norm_call)
-SILU_MUL = Fusion("silu_mul", _act_refusal, _silu_mul_call, inputs_per_output=2)
-GELU_MUL = Fusion("gelu_mul", _act_refusal, _gelu_mul_call, inputs_per_output=2)
+NORM_READS = ("weight", "variance_epsilon", "has_weight", "variance_size_override")
+RMS_NORM = Fusion("rms_norm", _norm_refusal, _norm_call, NORM_READS)
+GEMMA_RMS_NORM = Fusion("gemma_rms_norm", _norm_refusal, _norm_call, NORM_READS)
+SILU_MUL = Fusion("silu_mul", _act_refusal, _act_call, inputs_per_output=2)
+GELU_MUL = Fusion("gelu_mul", _act_refusal, _gelu_mul_call, ("approximate",), inputs_per_output=2)
 
 FUSIONS = {fusion.producer: fusion for fusion in (RMS_NORM, GEMMA_RMS_NORM, SILU_MUL, GELU_MUL)}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -31,6 +32,42 @@ class InputQuantScales:
     scale_ub: torch.Tensor | None = None
 
 
+ABSENT: Final = object()
+Lookup = tuple[dict[str, Any], str, Any]
+
+
+class Seen:
+    """What a decision looked up: lookups, (table, name, value found there or `ABSENT`); incomplete: whether something
+    was found where a later change could not be noticed (a property, a `__getattr__` of its own)."""
+
+    def __init__(self) -> None:
+        self.lookups: dict[tuple[int, str], Lookup] = {}
+        self.incomplete = False
+
+    def note(self, table: dict[str, Any], name: str) -> bool:
+        """Keep what `table` has under `name` now; whether there is anything."""
+        found = table.get(name, ABSENT)
+        self.lookups[id(table), name] = (table, name, found)
+        return found is not ABSENT
+
+    def note_attribute(self, owner: Any, name: str) -> None:
+        """Keep where getattr(owner, name, None) finds its value. What classes hold does not change."""
+        members = getattr(owner, "__dict__", None)
+        if members is None:
+            self.incomplete = True
+            return
+        of_module = getattr(type(owner), "__getattr__", None) is _MODULE_GETATTR
+        tables = [members, *[members[table] for table in _MODULE_TABLES]] if of_module else [members]
+        if any(self.note(table, name) for table in tables):
+            for table in tables[1:]:
+                if name not in table:  # a module has a name in one table at most
+                    self.lookups.pop((id(table), name), None)
+            return
+        of_class = inspect.getattr_static(type(owner), name, ABSENT)
+        delegates = not of_module and hasattr(type(owner), "__getattr__")
+        self.incomplete |= delegates if of_class is ABSENT else hasattr(type(of_class), "__get__")
+
+
 def get_input_quant_scales(linear: Any) -> InputQuantScales:
     """Scales of `linear` as they are now.
 
@@ -48,17 +85,21 @@ def get_input_quant_scales(linear: Any) -> InputQuantScales:
     )
 
 
-def input_quant_scale(linear: Any, field: str, kernel: Any) -> torch.Tensor | None:
+def input_quant_scale(linear: Any, field: str, kernel: Any, seen: Seen | None = None) -> torch.Tensor | None:
     """One field of `get_input_quant_scales(linear)`; kernel: `kernel_of(linear)`."""
     if own_accessor is None:
-        value = attribute(linear, _parameter_name(kernel, field))
+        value = attribute(linear, _parameter_name(kernel, field, seen), seen)
     else:
         value = getattr(own_accessor(linear), field, None)
+        if seen is not None:
+            seen.incomplete = True
     return value if isinstance(value, torch.Tensor) and value.numel() == 1 else None
 
 
-def attribute(owner: Any, name: str) -> Any:
+def attribute(owner: Any, name: str, seen: Seen | None = None) -> Any:
     """getattr(owner, name, None), cheaper on a `torch.nn.Module`: it searches in Python, and raises on a miss."""
+    if seen is not None:
+        seen.note_attribute(owner, name)
     members = owner.__dict__
     if name in members:
         return members[name]
@@ -70,22 +111,26 @@ def attribute(owner: Any, name: str) -> Any:
     return getattr(owner, name) if hasattr(type(owner), name) else None
 
 
-def kernel_of(linear: Any) -> Any:
+def kernel_of(linear: Any, seen: Seen | None = None) -> Any:
     """The object that runs the layer's matrix product, or `None`."""
     for holder_name in _KERNEL_HOLDERS:
-        holder = attribute(linear, holder_name)
+        holder = attribute(linear, holder_name, seen)
         if holder is not None:
             for name in _KERNEL_ATTRIBUTES:
+                if seen is not None:
+                    seen.note_attribute(holder, name)
                 kernel = getattr(holder, name, None)
                 if kernel is not None:
                     return kernel
     return None
 
 
-def _parameter_name(kernel: Any, field: str) -> str:
+def _parameter_name(kernel: Any, field: str, seen: Seen | None = None) -> str:
     """Name that a field of `InputQuantScales` has on the layer of `kernel`."""
     if field == "global_scale_inv":
         return "input_global_scale_inv"
+    if seen is not None and kernel is not None:
+        seen.note_attribute(kernel, "layer_param_names")
     names: Any = getattr(kernel, "layer_param_names", ())
     # FP8: (weight, weight scale, input scale, bound). INT8: (weight, weight scale, input scale, zero point, its term).
     if field == "static_scale":

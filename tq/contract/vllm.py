@@ -105,9 +105,10 @@ class VllmAdapter:
 
         @dataclass
         class Activation(quant_activation.QuantizedActivation):
-            """vLLM's activation, which says what it is."""
+            """vLLM's activation, which says what it is; int32 zero points where a kernel reads them."""
 
             reads: Reads
+            zero_point: torch.Tensor | None = None
 
         _norm_ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
         self._silu_mul, self._gelu_mul, self._quantizer = SiluAndMul, GeluAndMul, QuantFP8
@@ -186,12 +187,21 @@ class VllmAdapter:
         native = self._native_acts.get(producer, False)
         return {"rounding": inductor.act if inductor is not None and native else _ACT_ROUNDING}
 
-    def wrap(self, activation: Any, reads: Reads) -> Any:
-        data, scale = activation.data, activation.scale
-        if scale.dtype in (torch.uint8, torch.float8_e4m3fn):
+    def implementation(self, producer: str, has_residual: bool) -> str:
+        return _norm_implementation(has_residual) if producer == "rms_norm" else ""
+
+    def wrap(
+        self,
+        reads: Reads,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        zero_point: torch.Tensor | None = None,
+    ) -> Any:
+        if scale.dtype is not torch.float32 and scale.dtype is not torch.int32:
             scale = scale.view(reads.key.scale.dtype)  # one byte each, whatever they are called
-        shape = activation.orig_shape if data.dtype == torch.uint8 else data.shape
-        return self._activation(data, scale, activation.orig_dtype, shape, reads.key, reads)
+        return self._activation(data, scale, dtype, shape, reads.key, reads, zero_point)
 
 
 def load_adapter() -> None:

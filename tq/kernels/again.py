@@ -6,13 +6,16 @@ an argument, an option or an output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
 
-from tq.kernels.plan import Plan, Prepared, allocate, fill
+from tq.kernels.plan import Plan, Prepared, fill, scales_of
 
 META = torch.device("meta")
 
@@ -20,14 +23,16 @@ META = torch.device("meta")
 class Again(NamedTuple):
     """How a compiled kernel is launched for another call of its plan.
 
-    launch: the compiled kernel on its grid. names: options that are tensors. made: shapes and dtypes of the side
-    outputs to be made. sides: places of the side outputs among the tensors. pointers: (place of a tensor, bytes from
-    its start) of every address. build: addresses -> arguments of the kernel."""
+    launch: the compiled kernel on its grid. names: options that are tensors. make: makes one of the outputs each.
+    make_final: the same, codes and scales in the dtypes that `tq.QuantizedActivation` has. results: places of the
+    outputs in the order of `outputs_of`, among the tensors of a call: arguments, options, what was made. pointers:
+    (place of a tensor, bytes from its start) of every address. build: addresses -> arguments of the kernel."""
 
     launch: Callable[..., Any]
     names: tuple[str, ...]
-    made: tuple[tuple[torch.Size, torch.dtype], ...]
-    sides: tuple[int, ...]
+    make: tuple[Callable[[], torch.Tensor], ...]
+    make_final: tuple[Callable[[], torch.Tensor], ...]
+    results: tuple[int, ...]
     pointers: tuple[tuple[int, int], ...]
     build: Callable[[list[int]], tuple]
 
@@ -44,6 +49,35 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def launcher(compiled: Any, grid: tuple[int, int, int], device: torch.device) -> Callable[..., Any]:
+    """compiled[grid] on `device`, the current one, without what Triton prepares for hooks where none is set."""
+    launch = compiled[grid]
+    if not isinstance(compiled, CompiledKernel) or device.type != "cuda":
+        return launch
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    stream, index, hooks = torch._C._cuda_getCurrentRawStream, device.index, knobs.runtime
+
+    def launch_directly(*arguments: Any) -> None:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            launch(*arguments)
+        else:
+            run(*grid, stream(index), function, metadata, None, None, None, *arguments)
+
+    return launch_directly
+
+
+def maker(plan: Plan, output: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """Makes tensors like an output of `plan`, by one call into torch where nothing follows the last element."""
+    shape, stride = output.shape, output.stride()
+    if output.is_contiguous():
+        return partial(torch.empty, shape, dtype=dtype, device=plan.device)
+    end = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if end * output.element_size() == output.untyped_storage().nbytes():
+        return partial(torch.empty_strided, shape, stride, dtype=dtype, device=plan.device)
+    return lambda: scales_of(plan).view(dtype)
+
+
 def learn(
     plan: Plan, launch: Callable[..., Any], arguments_of: Callable[[Prepared], tuple], arguments: tuple, options: dict
 ) -> Again:
@@ -52,16 +86,27 @@ def learn(
     positional = tuple(map(stand_in, arguments))
     prepared = fill(replace(plan, device=META, launch=None), positional, named)
     names = tuple(name for name, value in named.items() if isinstance(value, torch.Tensor))
-    outputs = [prepared.codes, prepared.scales, prepared.zero_points, prepared.unquantized]
-    tensors = [*positional, *(named[name] for name in names), *outputs]
+    tensors = [*positional, *(named[name] for name in names)]
     places = {memory_of(tensor): i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)}
-    made, sides = [], []
-    for side in prepared.bound.side_outputs:
-        if memory_of(side) not in places:
-            places[memory_of(side)] = len(tensors)
-            tensors.append(side)
-            made.append((side.shape, side.dtype))
-        sides.append(places[memory_of(side)])
+    make, make_final, results = [], [], []
+    final = {memory_of(prepared.codes): plan.scheme.code.torch_dtype}
+    if prepared.scales is not None and prepared.scales.element_size() == 1:
+        final[memory_of(prepared.scales)] = plan.scheme.rule.stored
+    outputs = (
+        prepared.codes,
+        prepared.scales,
+        prepared.zero_points,
+        *prepared.bound.side_outputs,
+        prepared.unquantized,
+    )
+    for output in (output for output in outputs if output is not None):
+        memory = memory_of(output)
+        if memory not in places:
+            places[memory] = len(tensors)
+            tensors.append(output)
+            make.append(maker(plan, output, output.dtype))
+            make_final.append(maker(plan, output, final.get(memory, output.dtype)))
+        results.append(places[memory])
     pointers: list[tuple[int, int]] = []
     constants: list[Any] = []
 
@@ -78,14 +123,13 @@ def learn(
 
     # The kernel's nested arguments as one expression: walking them for each call costs as much as launching.
     build = eval(f"lambda p, c=tuple(constants): {expression(arguments_of(prepared))}", {"constants": constants})
-    return Again(launch, names, tuple(made), tuple(sides), tuple(pointers), build)
+    return Again(launch, names, tuple(make), tuple(make_final), tuple(results), tuple(pointers), build)
 
 
-def launch_again(plan: Plan, again: Again, arguments: tuple, options: dict[str, Any]) -> list[torch.Tensor]:
-    """Makes the outputs, launches, and returns them in the order of `outputs_of`."""
-    codes, scales, zero_points, unquantized = allocate(plan)
-    made = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in again.made]
-    tensors = (*arguments, *[options[name] for name in again.names], codes, scales, zero_points, unquantized, *made)
+def launch_again(again: Again, given: Sequence[Any], final: bool = False) -> list[torch.Tensor]:
+    """Makes the outputs, launches, and returns them in the order of `outputs_of`.
+
+    given: the arguments, then the options of `again.names`. final: makes them as `make_final` does."""
+    tensors = [*given, *[make() for make in (again.make_final if final else again.make)]]
     again.launch(*again.build([tensors[place].data_ptr() + offset for place, offset in again.pointers]))
-    outputs = [codes, scales, zero_points, *[tensors[place] for place in again.sides], unquantized]
-    return [output for output in outputs if output is not None]
+    return [tensors[place] for place in again.results]

@@ -112,7 +112,7 @@ def check(
     if scales is None:
         scales = prepared.inputs.scale
     if plan.rows:
-        tiling, num_warps = cut_for_check(prepared)
+        tiling, config = cut_for_check(prepared)
         columns = tiling.BLOCK_N.value * next_power_of_2(tiling.TILES.value)
         wide = tiling._replace(BLOCK_N=constant(columns), TILES=constant(1))
         blocks = -(-plan.scale_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
@@ -132,22 +132,22 @@ def check(
             prepared.inputs,
             tiling,
             wide,
-            num_warps=num_warps,
+            num_warps=config.num_warps,
             enable_fp_fusion=False,
         )
     return CheckReport(report)
 
 
-def cut_for_check(prepared: Prepared) -> tuple[Tiling, int]:
-    """The tiling of a check, and its warps: that of the call where sums are made, which must be added in its order;
-    elsewhere one tile for the row."""
+def cut_for_check(prepared: Prepared) -> tuple[Tiling, tuning.RowConfig]:
+    """How a check is cut: as the call where sums are made, which must be added in its order; elsewhere one tile for the
+    row."""
     plan = prepared.plan
     if plan.producer.moments or INTERPRETED.value or tuning.forced() is not None:
         return cut(prepared, whole_row=True)
     block_n = max(next_power_of_2(plan.data_width), plan.scheme.group)
     config = tuning.RowConfig(1, block_n, 1, min(max(block_n // 512, 1), 16))
     experts = plan.experts if plan.with_offsets else 0
-    return tiling_of(plan.hidden_size, plan.data_width, config, 0, experts), config.num_warps
+    return tiling_of(plan.hidden_size, plan.data_width, config, 0, experts), config
 
 
 def check_activation(

@@ -22,8 +22,8 @@ def needs_whole_row(producer: Producer, scheme: Scheme) -> bool:
     return bool(producer.moments) or scheme.granularity == "token"
 
 
-def cut(prepared: Prepared, whole_row: bool) -> tuple[Tiling, int]:
-    """The tiling of a call, and its warps. Asked for once in the life of a plan."""
+def cut(prepared: Prepared, whole_row: bool) -> tuple[Tiling, tuning.RowConfig]:
+    """The tiling of a call, and the configuration it is of. Asked for once in the life of a plan."""
     plan = prepared.plan
     config = tuning.forced() or tuned(prepared, whole_row)
     if config is None and INTERPRETED.value:
@@ -31,7 +31,7 @@ def cut(prepared: Prepared, whole_row: bool) -> tuple[Tiling, int]:
         config = tuning.interpreted(max(plan.rows, plan.written_rows), plan.data_width, least_tile(plan))
     config = config or untuned(plan, whole_row)
     experts = plan.experts if plan.with_offsets else 0
-    return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group, experts), config.num_warps
+    return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group, experts), config
 
 
 def untuned(plan: Plan, whole_row: bool) -> tuning.RowConfig:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tq.activation import QuantizedActivation
-from tq.kernels.again import launch_again, learn
+from tq.kernels import tuning
+from tq.kernels.again import launch_again, launcher, learn
 from tq.kernels.cut import cut, needs_whole_row
 from tq.kernels.experts import Experts
 from tq.kernels.layouts import DeviceLayout
@@ -46,6 +47,7 @@ class Launch(NamedTuple):
     scheme: DeviceScheme
     layout: DeviceLayout
     tiling: Tiling
+    overlaps: bool
 
 
 def check_device(op: str, device: torch.device) -> None:
@@ -98,6 +100,7 @@ def kernel_arguments(prepared: Prepared, found: Launch) -> tuple:
         found.layout,
         prepared.inputs,
         found.tiling,
+        found.overlaps,
     )
 
 
@@ -106,14 +109,26 @@ def execute(
 ) -> tuple[Plan, list[torch.Tensor]]:
     """Runs a call and returns its plan and its outputs, in the order of `outputs_of`."""
     plan = find_plan(producer, arguments, scheme, options)
-    if plan.again is not None and not _reference and plan.device.index == torch.cuda.current_device():
-        return plan, launch_again(plan, plan.again, arguments, options)
+    if goes_again(plan):
+        tensors = (*arguments, *[options[name] for name in plan.again.names])
+        return plan, launch_again(plan.again, tensors)
     prepared = fill(plan, arguments, options)
     compiled = run(prepared)
     if compiled is not None and plan.again is None:
         found = plan.launch
-        plan.again = learn(plan, compiled[found.grid], lambda again: kernel_arguments(again, found), arguments, options)
+        straight = launcher(compiled, found.grid, plan.device)
+        plan.again = learn(plan, straight, lambda again: kernel_arguments(again, found), arguments, options)
     return plan, outputs_of(prepared)
+
+
+def goes_again(plan: Plan) -> bool:
+    """Whether a call of `plan` can be launched with what the first one learned, here and now."""
+    return plan.again is not None and not _reference and plan.device.index == torch.cuda.current_device()
+
+
+def repeats(plan: Plan) -> bool:
+    """Whether a call of `plan` would find the same plan, and go again."""
+    return goes_again(plan) and tuning.forced() is None
 
 
 def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, int]:
@@ -129,14 +144,18 @@ def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, in
 def find_launch(prepared: Prepared) -> Launch:
     """The launch of a plan, by way of Triton's search for the compiled kernel."""
     plan = prepared.plan
-    tiling, num_warps = cut(prepared, needs_whole_row(plan.producer, plan.scheme))
+    tiling, config = cut(prepared, needs_whole_row(plan.producer, plan.scheme))
     blocks = -(-plan.written_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)
     target = target_of(plan.device)
-    options = {"num_warps": target.warps(num_warps), "enable_fp_fusion": False}
-    scheme = plan.scheme.device(target)
+    options = {"num_warps": target.warps(config.num_warps), "enable_fp_fusion": False}
+    if target.overlaps:
+        options["launch_pdl"] = True
+    if config.max_registers and target.name.startswith("sm_"):
+        options["maxnreg"] = config.max_registers
     layout = plan.layout.device(plan.scheme.groups(plan.hidden_size))
-    return Launch(quantize_rows_kernel, options, grid, plan.written_rows, scheme, layout, tiling)
+    scheme = plan.scheme.device(target)
+    return Launch(quantize_rows_kernel, options, grid, plan.written_rows, scheme, layout, tiling, target.overlaps)
 
 
 def run_reference(prepared: Prepared) -> None:

@@ -154,19 +154,23 @@ def make_plan(producer: Producer, arguments: tuple, scheme: str, options: dict[s
     )
 
 
+def scales_of(plan: Plan) -> torch.Tensor:
+    """Scales of a call, of a dynamic scheme."""
+    # A kernel writes bytes; those of E4M3 scales get their dtype when they are handed out.
+    dtype = plan.scheme.rule.stored if plan.scheme.rule.stored.itemsize > 1 else torch.uint8
+    groups = plan.scheme.groups(plan.hidden_size)
+    if plan.parts:
+        return plan.layout.allocate_for_experts(plan.parts, plan.tokens, groups, dtype, plan.device)
+    return plan.layout.allocate(plan.scale_rows, groups, dtype, plan.device)
+
+
 def allocate(plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Codes, scales, zero points and y of a call, as far as it has them."""
     scheme, device = plan.scheme, plan.device
     codes = torch.empty(plan.codes_shape, dtype=torch.uint8, device=device)
     scales = zero_points = unquantized = None
     if scheme.dynamic:
-        # A kernel writes bytes; those of E4M3 scales get their dtype when they are handed out.
-        dtype = scheme.rule.stored if scheme.rule.stored.itemsize > 1 else torch.uint8
-        groups = scheme.groups(plan.hidden_size)
-        if plan.parts:
-            scales = plan.layout.allocate_for_experts(plan.parts, plan.tokens, groups, dtype, device)
-        else:
-            scales = plan.layout.allocate(plan.scale_rows, groups, dtype, device)
+        scales = scales_of(plan)
         if scheme.rule.zero_point:
             zero_points = torch.empty((plan.rows, 1), dtype=torch.int32, device=device)
     if plan.return_unquantized:

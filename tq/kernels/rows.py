@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tq.kernels.device import load_vector, store_rows
+from tq.kernels.device import load_vector, store_rows, wait_for_inputs
 
 
 class Tiling(NamedTuple):
@@ -252,9 +252,11 @@ def quantize_rows_kernel(
     layout,
     inputs,
     tiling,
+    OVERLAPS: tl.constexpr,
 ):
     """store(quantize(produce(args), scheme)). Tokens in [M, padded_M) exist for the scales alone and are zero; those an
-    expert does not have are left as they are."""
+    expert does not have are left as they are. OVERLAPS: see `wait_for_inputs`."""
+    wait_for_inputs(OVERLAPS)
     row, token, exists, part, expert = rows_of(M, padded_M, tokens_per_expert, expert_offsets, scale_offsets, tiling)
     given = scheme.rule.load(inputs, expert)
     if tokens_per_expert is not None:

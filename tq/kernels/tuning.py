@@ -14,17 +14,21 @@ import triton
 INTERPRETED_ELEMENTS = 1 << 16
 # Elements of a call up to which its programs do not fill an H200 twice.
 FEW_ELEMENTS = 1 << 18
+# The most registers of a thread that sees a row with others, where it has up to WIDE elements and where it has more.
+REGISTERS, WIDE, REGISTERS_OF_WIDE = 0, 40, 0
 # Whether calls that no table knows are timed when they first come: see `tq.bench.search`.
 AUTOTUNE = os.environ.get("TQ_AUTOTUNE", "0") == "1"
 
 
 class RowConfig(NamedTuple):
-    """Rows per program, columns per tile, tiles per program, warps per program, of 32 lanes."""
+    """Rows per program, columns per tile, tiles per program, warps per program (of 32 lanes; half as many of 64), and the
+    most registers of a thread, 0 where the compiler decides."""
 
     block_m: int
     block_n: int
     tiles: int
     num_warps: int
+    max_registers: int = 0
 
 
 class Space(NamedTuple):
@@ -35,6 +39,7 @@ class Space(NamedTuple):
     block_n: tuple[int, ...]
     tiles: tuple[int, ...]
     num_warps: tuple[int, ...]
+    max_registers: tuple[int, ...]
 
 
 # By template. The check has none: it is cut as what it checks.
@@ -44,6 +49,7 @@ SPACES = {
         block_n=(128, 256, 512, 1024, 2048, 4096, 8192),
         tiles=(1, 2, 4),
         num_warps=(1, 2, 4, 8, 16),
+        max_registers=(0, 64),
     )
 }
 
@@ -123,7 +129,8 @@ def heuristic(hidden_size: int, group: int, whole_row: bool, few: bool) -> RowCo
     tiles = -(-hidden_size // block_n)
     if num_warps == 1:
         return RowConfig(2, block_n, tiles, 2)
-    return RowConfig(1, block_n, tiles, 2 * num_warps if few and num_warps <= 2 else num_warps)
+    registers = REGISTERS if tiles * block_n <= WIDE * 32 * num_warps else REGISTERS_OF_WIDE
+    return RowConfig(1, block_n, tiles, 2 * num_warps if few and num_warps <= 2 else num_warps, registers)
 
 
 def widest_fit(hidden_size: int, most: int) -> int:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tq.kernels.device import Rows, load_rows, load_vector, round_to, store_rows
+from tq.kernels.device import Rows, load_narrow, load_rows, load_vector, round_to, store_rows, widen
 from tq.kernels.producer import (
     INPUT_DTYPES,
     Bound,
@@ -43,7 +43,7 @@ def load_sum(args, row, col, mask):
     z = load_rows(args.x, row, col, mask)
     if args.residual is not None:
         z += load_rows(args.residual, row, col, mask)
-    return z, load_vector(args.weight, col, mask)
+    return z, load_narrow(args.weight, col, mask)
 
 
 @triton.jit
@@ -71,13 +71,14 @@ def add_square(args, loaded, means, total):
 @triton.jit
 def normalize(args, loaded, means, row, col, mask):
     """The last moment is the mean of squares; where there is one before it, that is the mean."""
-    z, weight = loaded
+    z, weight = loaded[0], widen(loaded[1])
     if args.residual_out is not None:
         store_rows(args.residual_out, row, col, z, mask)
     y = rounded_sum(args, z)
     if len(means) > 1:
         y -= means[0]
     y *= tl.rsqrt(means[len(means) - 1] + args.eps)
+    dtype: tl.constexpr = args.x.data.dtype.element_ty
     weight_dtype: tl.constexpr = args.weight.dtype.element_ty
     if args.ROUNDING == "before_and_after_weight":
         y = round_to(y, weight_dtype)
@@ -86,9 +87,9 @@ def normalize(args, loaded, means, row, col, mask):
     y *= weight
     if args.bias is not None:
         y += load_vector(args.bias, col, mask)
-    if args.ROUNDING == "before_and_after_weight":
+    if args.ROUNDING == "before_and_after_weight" and weight_dtype != dtype:
         y = round_to(y, weight_dtype)
-    return y if args.ROUNDING == "none" else round_to(y, args.x.data.dtype.element_ty)
+    return y if args.ROUNDING == "none" else round_to(y, dtype)
 
 
 RMS, CENTERED = (add_square,), (add_value, add_square)

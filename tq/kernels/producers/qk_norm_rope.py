@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tq.activation import QuantizedActivation
-from tq.kernels.device import Rows, as_fp32, load_rows, load_vector, round_to
+from tq.kernels.device import Rows, load_rows, load_vector, round_to, widen
 from tq.kernels.producer import (
     INPUT_DTYPES,
     Bound,
@@ -103,8 +103,8 @@ def rotate(args, loaded, means, row, col, mask):
         y, other = round_to(y, dtype), round_to(other, dtype)
     position = tl.load(args.positions + row, mask=row < args.tokens, other=0).to(tl.int64)
     cos_sin = args.cos_sin.data + (position * args.cos_sin.stride + angle)
-    cos = as_fp32(tl.load(cos_sin, mask=rotated, other=1.0))
-    sin = as_fp32(tl.load(cos_sin + args.ROTARY // 2, mask=rotated, other=0.0))
+    cos = widen(tl.load(cos_sin, mask=rotated, other=1.0))
+    sin = widen(tl.load(cos_sin + args.ROTARY // 2, mask=rotated, other=0.0))
     turned = y * cos + other * tl.where(first, -sin, sin)
     # Not 1 * y + 0 * other, which for an infinite y is NaN.
     y = tl.where(rotated, turned, y)

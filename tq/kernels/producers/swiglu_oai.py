@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tq.activation import QuantizedActivation
-from tq.kernels.device import Rows, as_fp32, load_rows
+from tq.kernels.device import Rows, load_rows, widen
 from tq.kernels.producer import Bound, Producer, Reference, as_rows, constant, register_producer
 from tq.kernels.producers import activations
 from tq.kernels.producers.activations import multiply, sigmoid
@@ -34,7 +34,7 @@ def load_pairs(rows, row, col, mask):
     place = col[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
     mask, _ = tl.broadcast(mask[:, :, None], place)
     pairs = tl.load(rows.data + ((row * rows.stride)[:, :, None] + place), mask=mask, other=0.0)
-    return tl.split(as_fp32(pairs))
+    return tl.split(widen(pairs))
 
 
 @triton.jit
