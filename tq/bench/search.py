@@ -2,8 +2,9 @@
 
 What is timed is pruned by a model of one SM, the same from sm_80 to sm_100: 65536 registers, 2048 threads, 32 programs.
 A thread needs 16 registers and 2.25 for each element that it holds (perf/notes.md); it may be held to less. Left out is
-what gives a thread less than 4 or more than 16 elements of a tile; what has more idle lanes than an eighth, more registers than there are,
-or, for many tokens, less than 24 KiB of rows under way on an SM, unless all others are about as bad.
+what gives a thread less than 4 or more than 16 elements of a tile; what has more idle lanes than an eighth, more
+registers than there are, or, for many tokens, less than 24 KiB of rows under way on an SM, unless all others are about
+as bad.
 """
 
 from __future__ import annotations
