@@ -1,8 +1,8 @@
 """Searching the space of a template for the configurations that are fastest on this machine's GPU.
 
 What is timed is pruned by a model of one SM, the same from sm_80 to sm_100: 65536 registers, 2048 threads, 32 programs.
-A thread needs 16 registers and 2.25 for each element that it holds (perf/notes.md); it may be held to less. Left out is
-what gives a thread less than 4 or more than 16 elements of a tile; what has more idle lanes than an eighth, more
+A thread needs 16 registers and 2.25 for each element that it holds (perf/notes.md), and may be held to fewer. Left out
+is what gives a thread less than 4 or more than 16 elements of a tile; what has more idle lanes than an eighth, more
 registers than there are, or, for many tokens, less than 24 KiB of rows under way on an SM, unless all others are about
 as bad.
 """
@@ -31,6 +31,7 @@ REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of an SM
 MOST_IDLE = 1 / 8
 UNDER_WAY = 24 << 10  # bandwidth times latency of an H200, for each of its SMs, is about that
 NEAR = 1.1  # of the best: about as bad
+MOST_HELD = 2.0  # registers needed for each that a limit leaves: beyond, a thread waits for what it has spilled
 # What is this much slower than the best at one number of tokens is not timed at the others.
 HOPELESS = 1.25
 # The heuristic stays unless something gains more than this, and nothing may lose more at any number of tokens.
@@ -87,8 +88,8 @@ def shapes(key: Key) -> Iterator[RowConfig]:
             for block_m in space.block_m:
                 for num_warps in space.num_warps:
                     free = RowConfig(block_m, block_n, tiles, num_warps)
-                    limits = (most for most in space.max_registers if not most or needed(free) > most)
-                    yield from (free._replace(max_registers=most) for most in limits)
+                    limits = (n for n in space.max_registers if not n or n < needed(free) <= MOST_HELD * n)
+                    yield from (free._replace(max_registers=n) for n in limits)
 
 
 def candidates(key: Key) -> list[RowConfig]:

@@ -21,8 +21,8 @@ AUTOTUNE = os.environ.get("TQ_AUTOTUNE", "0") == "1"
 
 
 class RowConfig(NamedTuple):
-    """Rows per program, columns per tile, tiles per program, warps per program (of 32 lanes; half as many of 64), and
-    the most registers of a thread, 0 where the compiler decides."""
+    """Rows per program, columns per tile, tiles per program, warps per program, of 32 lanes, and the most registers
+    that a thread gets, 0 where the compiler decides."""
 
     block_m: int
     block_n: int
