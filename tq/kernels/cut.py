@@ -31,7 +31,7 @@ def cut(prepared: Prepared, whole_row: bool) -> tuple[Tiling, tuning.RowConfig]:
         config = tuning.interpreted(max(plan.rows, plan.written_rows), plan.data_width, least_tile(plan))
     config = config or untuned(plan, whole_row)
     experts = plan.experts if plan.with_offsets else 0
-    return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group, experts), config
+    return tiling_of(plan.hidden_size, plan.data_width, config, plan.mean_group, experts, has_few(plan)), config
 
 
 def untuned(plan: Plan, whole_row: bool) -> tuning.RowConfig:
@@ -88,9 +88,14 @@ def least_tile(plan: Plan) -> int:
 
 @lru_cache
 def tiling_of(
-    hidden_size: int, data_width: int, config: tuning.RowConfig, mean_group: int = 0, experts: int = 0
+    hidden_size: int,
+    data_width: int,
+    config: tuning.RowConfig,
+    mean_group: int = 0,
+    experts: int = 0,
+    early: bool = False,
 ) -> Tiling:
     block_n = max(config.block_n, mean_group)
     programs = -(-data_width // (config.tiles * block_n))
     sizes = hidden_size, data_width, config.block_m, block_n, config.tiles, programs, mean_group
-    return Tiling(*map(constant, (*sizes, experts, next_power_of_2(max(experts, 1)))))
+    return Tiling(*map(constant, (*sizes, experts, next_power_of_2(max(experts, 1)), early)))

@@ -54,6 +54,7 @@ class DeviceProducer(NamedTuple):
     load: Any
     moments: tuple
     apply: Any
+    shared: Any
 
 
 def replaces_nothing(scheme: Scheme) -> Replaced:
@@ -81,6 +82,9 @@ class Producer:
     moments[i](args, loaded, means, total) -> total + m, the sum so far and what this tile adds to it; the mean of m
     over the row, or over each of its groups (see `Bound`), is appended to `means`.
     apply(args, loaded, means, row, col, mask) -> y. Side outputs are stored here.
+    shared(args, col, mask) -> a tile or a tuple of tiles that all rows read, a weight, in its own dtype. `apply` gets
+    (loaded, shared). Where few rows leave most of the GPU idle it is read with them, which saves a latency; elsewhere
+    when `apply` needs it, which saves registers.
 
     bind: the host signature, whose parameters are those of the torch op; returns `Bound`. The default takes one tensor
     x. check: the same parameters; raises where they do not fit, before any launch, and is run once for all calls of one
@@ -96,6 +100,7 @@ class Producer:
     reference: Callable[..., Reference]
     moments: tuple = ()
     apply: Any = apply_nothing
+    shared: Any = None
     bind: Callable[..., Bound] = bind_rows
     check: Callable[..., object] | None = None
     replaces: Callable[[Scheme], Replaced] = replaces_nothing
@@ -107,7 +112,7 @@ class Producer:
     device: DeviceProducer = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", DeviceProducer(self.load, self.moments, self.apply))
+        object.__setattr__(self, "device", DeviceProducer(self.load, self.moments, self.apply, self.shared))
         if self.check is None:
             object.__setattr__(self, "check", self._check_x)
         if self.example is None:

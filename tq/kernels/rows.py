@@ -18,7 +18,8 @@ from tq.kernels.device import load_vector, store_rows, wait_for_inputs
 class Tiling(NamedTuple):
     """How [M, N] is cut: a program has TILES tiles, PROGRAMS programs share a row. Consecutive programs are neighbours
     in memory; with PROGRAMS = 1 a program sees its rows entirely. WIDTH: columns of the codes, those past N zero.
-    MEAN_GROUP: see `Bound`; it divides BLOCK_N. EXPERTS: those with offsets, and the next power of two."""
+    MEAN_GROUP: see `Bound`; it divides BLOCK_N. EXPERTS: those with offsets, and the next power of two. EARLY: whether
+    what all rows share is read with them (see `Producer`)."""
 
     N: tl.constexpr
     WIDTH: tl.constexpr
@@ -29,6 +30,7 @@ class Tiling(NamedTuple):
     MEAN_GROUP: tl.constexpr
     EXPERTS: tl.constexpr
     EXPERTS_PADDED: tl.constexpr
+    EARLY: tl.constexpr
 
 
 @triton.jit
@@ -123,10 +125,13 @@ def group_means(producer, args, loaded, tiling):
 def produce(producer, args, row, exists, tiling):
     """The producer's rows: a tuple of TILES fp32 tiles, 0 outside. A moment is a mean over the row or over each of its
     groups, and a later one (a variance) may use an earlier one (a mean)."""
-    loaded = ()
+    loaded, shared = (), ()
     for t in tl.static_range(tiling.TILES):
         col = columns_of(t, tiling)
-        loaded = loaded + (producer.load(args, row, col, exists & inside(t, col, tiling)),)
+        here = inside(t, col, tiling)
+        loaded = loaded + (producer.load(args, row, col, exists & here),)
+        if producer.shared is not None and tiling.EARLY:
+            shared = shared + (producer.shared(args, col, here),)
     if tiling.MEAN_GROUP == 0:
         means = row_means(producer, args, loaded, tiling)
     produced = ()
@@ -135,7 +140,13 @@ def produce(producer, args, row, exists, tiling):
         if tiling.MEAN_GROUP > 0:
             means = group_means(producer, args, loaded[t], tiling)
         here = inside(t, col, tiling)
-        produced = produced + (tl.where(here, producer.apply(args, loaded[t], means, row, col, exists & here), 0.0),)
+        given = loaded[t]
+        if producer.shared is not None:
+            if tiling.EARLY:
+                given = (given, shared[t])
+            else:
+                given = (given, producer.shared(args, col, here))
+        produced = produced + (tl.where(here, producer.apply(args, given, means, row, col, exists & here), 0.0),)
     return produced
 
 

@@ -14,8 +14,6 @@ import triton
 INTERPRETED_ELEMENTS = 1 << 16
 # Elements of a call up to which its programs do not fill an H200 twice.
 FEW_ELEMENTS = 1 << 18
-# The most registers of a thread that sees a row with others, where it has up to WIDE elements and where it has more.
-REGISTERS, WIDE, REGISTERS_OF_WIDE = 0, 40, 0
 # Whether calls that no table knows are timed when they first come: see `tq.bench.search`.
 AUTOTUNE = os.environ.get("TQ_AUTOTUNE", "0") == "1"
 
@@ -123,14 +121,18 @@ def heuristic(hidden_size: int, group: int, whole_row: bool, few: bool) -> RowCo
         block_n = max(widest_fit(hidden_size, elements), group)
         return RowConfig(max(elements // block_n, 1), block_n, 1, max(block_n // 256, 4))
     num_warps = 1
-    while num_warps < 16 and -(-hidden_size // (256 * num_warps)) > {1: 5, 2: 5, 4: 7, 8: 8}[num_warps]:
+    while num_warps < 16 and -(-hidden_size // (256 * num_warps)) > {1: 5, 2: 5, 4: 7, 8: 6}[num_warps]:
         num_warps *= 2
-    block_n = max(256 * num_warps if num_warps > 1 else widest_fit(hidden_size, 256), group)
+    block_n = 256 * num_warps
+    if num_warps == 1:
+        block_n = widest_fit(hidden_size, block_n)
+    elif -hidden_size % (block_n // 2) < -hidden_size % block_n and -hidden_size % block_n * 8 > hidden_size:
+        block_n //= 2  # fewer than an eighth of the lanes idle, at 4 elements a thread
+    block_n = max(block_n, group)
     tiles = -(-hidden_size // block_n)
     if num_warps == 1:
         return RowConfig(2, block_n, tiles, 2)
-    registers = REGISTERS if tiles * block_n <= WIDE * 32 * num_warps else REGISTERS_OF_WIDE
-    return RowConfig(1, block_n, tiles, 2 * num_warps if few and num_warps <= 2 else num_warps, registers)
+    return RowConfig(1, block_n, tiles, 2 * num_warps if few and num_warps <= 2 else num_warps)
 
 
 def widest_fit(hidden_size: int, most: int) -> int:

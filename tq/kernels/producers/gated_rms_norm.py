@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tq.activation import QuantizedActivation
-from tq.kernels.device import Rows, load_rows, load_vector, round_to
+from tq.kernels.device import Rows, load_narrow, load_rows, round_to, widen
 from tq.kernels.producer import (
     Bound,
     Producer,
@@ -64,12 +64,17 @@ def add_square(args, loaded, means, total):
 
 
 @triton.jit
-def normalize(args, loaded, means, row, col, mask):
-    x, gate = loaded
+def load_weight(args, col, mask):
     place = col
     if args.SHARED > 0:
         place = col % args.SHARED
-    y = x * tl.rsqrt(means[0] + args.eps) * load_vector(args.weight, place, mask)
+    return load_narrow(args.weight, place, mask)
+
+
+@triton.jit
+def normalize(args, loaded, means, row, col, mask):
+    x, gate = loaded[0]
+    y = x * tl.rsqrt(means[0] + args.eps) * widen(loaded[1])
     if args.NORM_FIRST:
         y *= gate
     return y if args.ROUNDING == "none" else round_to(y, args.x.data.dtype.element_ty)
@@ -159,6 +164,7 @@ GATED_RMS_NORM = register_producer(
         load=load_gated,
         moments=(add_square,),
         apply=normalize,
+        shared=load_weight,
         bind=bind,
         check=check,
         reference=reference,

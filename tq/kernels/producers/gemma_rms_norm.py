@@ -35,6 +35,7 @@ GEMMA_RMS_NORM = register_producer(
         load=norms.load_sum,
         moments=norms.RMS,
         apply=norms.normalize,
+        shared=norms.load_weights,
         bind=bind,
         check=partial(norms.check_norm, "gemma_rms_norm", ROUNDINGS),
         reference=partial(norms.reference_norm, False, 1.0),

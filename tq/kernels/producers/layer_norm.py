@@ -41,6 +41,7 @@ LAYER_NORM = register_producer(
         load=norms.load_sum,
         moments=norms.CENTERED,
         apply=norms.normalize,
+        shared=norms.load_weights,
         bind=bind,
         check=partial(norms.check_norm, "layer_norm", ROUNDINGS),
         reference=partial(norms.reference_norm, True, 0.0),

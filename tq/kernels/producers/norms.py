@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tq.kernels.device import Rows, load_narrow, load_rows, load_vector, round_to, store_rows, widen
+from tq.kernels.device import Rows, load_narrow, load_rows, round_to, store_rows, widen
 from tq.kernels.producer import (
     INPUT_DTYPES,
     Bound,
@@ -39,11 +39,20 @@ class Args(NamedTuple):
 
 @triton.jit
 def load_sum(args, row, col, mask):
-    """z, and the weight: asked for now, it is there when the mean is."""
+    """z"""
     z = load_rows(args.x, row, col, mask)
     if args.residual is not None:
         z += load_rows(args.residual, row, col, mask)
-    return z, load_narrow(args.weight, col, mask)
+    return z
+
+
+@triton.jit
+def load_weights(args, col, mask):
+    """The weight, and the bias if there is one."""
+    weights = (load_narrow(args.weight, col, mask),)
+    if args.bias is not None:
+        weights = weights + (load_narrow(args.bias, col, mask),)
+    return weights
 
 
 @triton.jit
@@ -56,13 +65,13 @@ def rounded_sum(args, z):
 
 @triton.jit
 def add_value(args, loaded, means, total):
-    return total + rounded_sum(args, loaded[0])
+    return total + rounded_sum(args, loaded)
 
 
 @triton.jit
 def add_square(args, loaded, means, total):
     """The square of the distance from the mean, if that is an earlier moment."""
-    z = rounded_sum(args, loaded[0])
+    z = rounded_sum(args, loaded)
     if len(means) > 0:
         z -= means[0]
     return tl.fma(z, z, total)
@@ -71,7 +80,8 @@ def add_square(args, loaded, means, total):
 @triton.jit
 def normalize(args, loaded, means, row, col, mask):
     """The last moment is the mean of squares; where there is one before it, that is the mean."""
-    z, weight = loaded[0], widen(loaded[1])
+    z, weights = loaded
+    weight = widen(weights[0])
     if args.residual_out is not None:
         store_rows(args.residual_out, row, col, z, mask)
     y = rounded_sum(args, z)
@@ -86,7 +96,7 @@ def normalize(args, loaded, means, row, col, mask):
         weight += args.WEIGHT_OFFSET
     y *= weight
     if args.bias is not None:
-        y += load_vector(args.bias, col, mask)
+        y += widen(weights[1])
     if args.ROUNDING == "before_and_after_weight" and weight_dtype != dtype:
         y = round_to(y, weight_dtype)
     return y if args.ROUNDING == "none" else round_to(y, dtype)

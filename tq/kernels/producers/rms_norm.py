@@ -49,6 +49,7 @@ RMS_NORM = register_producer(
         load=norms.load_sum,
         moments=norms.RMS,
         apply=norms.normalize,
+        shared=norms.load_weights,
         bind=bind,
         check=partial(norms.check_norm, "rms_norm", ROUNDINGS),
         reference=partial(norms.reference_norm, False, 0.0),
