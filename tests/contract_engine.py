@@ -24,7 +24,6 @@ os.environ["VLLM_DISABLED_KERNELS"] = (
 )
 
 import torch
-from contract_fakes import int8_schemes
 
 import tq
 from tq import contract
@@ -176,8 +175,6 @@ def use_int8_kernel():
     from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
     cpu.check_cpu_sgl_kernel = lambda *args: False
-    for made in int8_schemes():
-        tq.register_scheme(made)
 
 
 def main():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-from contract_fakes import int8_schemes
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -185,36 +185,56 @@ INT8 = [kind for kind in kernels.CONSUMERS if "Int8" in kind.__name__]
 
 @pytest.mark.parametrize("kind", INT8)
 def test_int8_kernel_reads_what_its_configuration_says(kind):
-    assert kernels.CONSUMERS[kind].reads(int8_kernel(kind)) == (keys.kInt8DynamicTokenSym, "int8_token", "row_major")
-    static = kernels.CONSUMERS[kind].reads(int8_kernel(kind, static=True))
-    assert static == (keys.kInt8StaticTensorSym, "int8_tensor", "row_major")
-    assert "zero point" in kernels.CONSUMERS[kind].reads(int8_kernel(kind, symmetric=False))
+    found = {
+        (static, symmetric): tuple(kernels.CONSUMERS[kind].reads(int8_kernel(kind, static, symmetric)))[:2]
+        for static in (False, True)
+        for symmetric in (False, True)
+    }
+    assert found == {
+        (False, True): (keys.kInt8DynamicTokenSym, "int8_token"),
+        (True, True): (keys.kInt8StaticTensorSym, "int8_tensor"),
+        (False, False): (keys.kInt8DynamicTokenAsym, "int8_token_azp"),
+        (True, False): (keys.kInt8StaticTensorAsym, "int8_tensor_azp"),
+    }
+
+
+@dataclasses.dataclass
+class WithZeroPoint(QuantizedActivation):
+    zero_point: torch.Tensor | None = None
 
 
 @pytest.mark.parametrize("kind", INT8)
-@pytest.mark.parametrize("static", [False, True])
-def test_int8_kernel_computes_from_what_it_would_have_made(kind, static, monkeypatch):
-    """Both ways end in the same product, here of torch, of codes and scales made by hand."""
-    kernel = int8_kernel(kind, static)
+@pytest.mark.parametrize("static", [False, True], ids=["token", "static"])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero point"])
+def test_int8_kernel_computes_from_what_it_would_have_made(kind, static, symmetric, monkeypatch):
+    """Both ways end in the same product, here of torch, of codes, scales and zero points made by hand."""
+    kernel = int8_kernel(kind, static, symmetric)
     codes = torch.randint(-128, 128, (5, K), generator=torch.Generator().manual_seed(2)).to(torch.int8)
     scale = torch.tensor(0.25) if static else torch.arange(1, 6).float().view(5, 1)
-    x, bias = (codes.float() * scale).bfloat16(), torch.arange(N).bfloat16()
+    zero = None if symmetric else torch.tensor(7, dtype=torch.int32) if static else torch.arange(5).int().view(5, 1)
+    x, bias = ((codes.float() - (0 if zero is None else zero)) * scale).bfloat16(), torch.arange(N).bfloat16()
 
     def product(a, b, scale_a, scale_b, out_dtype, bias=None):
         assert a.dtype == torch.int8 and scale_a is scale
         y = (a.float() @ b.float()) * scale_a * scale_b.view(1, -1)
         return (y if bias is None else y + bias.float()).to(out_dtype)
 
+    def product_azp(a, b, scale_a, scale_b, out_dtype, azp_adj, azp=None, bias=None):
+        assert (azp is None) == static
+        y = a.float() @ b.float() - (azp_adj if azp is None else azp * azp_adj)
+        return (y * scale_a * scale_b.view(1, -1) + bias.float()).to(out_dtype)
+
     def quantize(x, given=None, *rest, **options):
-        return codes.view(x.shape), scale, None
+        return codes.view(x.shape), scale, zero
 
     def onednn(handler, a, output, scale_a, zero_point, adjustment, bias):
-        assert zero_point is None
+        assert zero_point is zero and adjustment is layer.azp_adj
         output.copy_(product(a, handler.weight, scale_a, layer.weight_scale, output.dtype, bias))
 
     monkeypatch.setattr(kernels.ops, "scaled_int8_quant", quantize)
     monkeypatch.setattr(kernels.ops, "onednn_scaled_int8_quant", quantize)
     monkeypatch.setattr(kernels.ops, "cutlass_scaled_mm", product)
+    monkeypatch.setattr(kernels.ops, "cutlass_scaled_mm_azp", product_azp)
     monkeypatch.setattr(kernels.ops, "onednn_scaled_mm", onednn)
     op = SimpleNamespace(int8_scaled_mm_func=lambda a, b, sa, sb, dtype, bias: product(a, b, sa, sb, dtype, bias))
     monkeypatch.setattr(torch.ops, "vllm", op)
@@ -222,14 +242,22 @@ def test_int8_kernel_computes_from_what_it_would_have_made(kind, static, monkeyp
 
     monkeypatch.setattr(triton, "triton_scaled_mm", product)
     layer = layer_of(kernel, weight=weight(torch.int8).t(), weight_scale=torch.arange(1, N + 1).float().view(N, 1))
+    layer.azp_adj = (
+        None if symmetric else layer.weight.sum(0, keepdim=True, dtype=torch.int32) * (zero if static else 1)
+    )
+    layer.input_zero_point = zero if static else None
     layer.dnnl = kernel.dnnl_handler = SimpleNamespace(n=N, weight=layer.weight)
     kernel.linear_method = getattr(kernel, "_apply_weights_onednn", None)
     expected = kernel.apply_weights(layer, x, bias)
-    monkeypatch.setattr(consumers, "SCHEMES", {**tq.SCHEMES, **{scheme.name: scheme for scheme in int8_schemes()}})
     assert consumers.accept(layer, kernels.CONSUMERS) is None
-    activation = QuantizedActivation(codes, scale, x.dtype, x.shape, kernel.tq_reads.key)
+    activation = WithZeroPoint(codes, scale, x.dtype, x.shape, kernel.tq_reads.key, zero)
     assert torch.equal(kernel.apply_weights(layer, activation, bias), expected)
     assert torch.equal(kernel.apply_weights(layer, x, bias), expected)
+    wrong = WithZeroPoint(
+        codes, scale, x.dtype, x.shape, kernel.tq_reads.key, None if zero is not None else scale.int()
+    )
+    with pytest.raises(ValueError, match="zero point; quantize it for the layer"):
+        kernel.apply_weights(layer, wrong, bias)
 
 
 @pytest.mark.parametrize("padding", [0, 16])

@@ -100,6 +100,7 @@ class VllmAdapter:
         from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
         from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
         from vllm.model_executor.layers.quantization.utils import quant_utils
+        from vllm.utils.torch_utils import weak_ref_tensor
 
         from tq.contract.kernels import CONSUMERS
 
@@ -109,6 +110,12 @@ class VllmAdapter:
 
             reads: Reads
             zero_point: torch.Tensor | None = None
+
+            def weak_ref(self) -> Any:
+                weak: Any = super().weak_ref()
+                if self.zero_point is not None:
+                    weak.zero_point = weak_ref_tensor(self.zero_point)
+                return weak
 
         _norm_ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
         self._silu_mul, self._gelu_mul, self._quantizer = SiluAndMul, GeluAndMul, QuantFP8
@@ -124,15 +131,16 @@ class VllmAdapter:
         scales.own_accessor = getattr(quant_activation, "get_input_quant_scales", None)
         # What a kernel of vLLM reads that names its key itself. FP8 keys carry fnuz codes on some AMD GPUs.
         self.native = {
-            key: Reads(key, scheme, layout)
-            for key, scheme, layout in (
-                (quant_utils.kFp8StaticTensorSym, "fp8_tensor", "row_major"),
-                (quant_utils.kFp8DynamicTokenSym, "fp8_token", "row_major"),
-                (quant_utils.kFp8Dynamic128Sym, "fp8_group128", "row_major"),
-                (quant_utils.kMxfp8Dynamic, "mxfp8", "swizzled_128x4"),
-                (quant_utils.kNvfp4Dynamic, "nvfp4", "swizzled_128x4"),
+            reads.key: reads
+            for reads in (
+                Reads(quant_utils.kFp8StaticTensorSym, "fp8_tensor", "row_major"),
+                Reads(quant_utils.kFp8DynamicTokenSym, "fp8_token", "row_major"),
+                Reads(quant_utils.kFp8Dynamic128Sym, "fp8_group128", "row_major"),
+                # FlashInfer takes scales of two dimensions for row-major ones.
+                Reads(quant_utils.kMxfp8Dynamic, "mxfp8", "swizzled_128x4", flat=True),
+                Reads(quant_utils.kNvfp4Dynamic, "nvfp4", "swizzled_128x4"),
             )
-            if key.dtype != torch.float8_e4m3fnuz and consumers.has_scheme(scheme, layout)
+            if reads.key.dtype != torch.float8_e4m3fnuz and consumers.has_scheme(reads.scheme, reads.layout)
         }
         # Read once: a process does not change its mode, and reading the environment costs time in each forward.
         self.refuses_all = "batch-invariant mode uses its own kernels" if envs.VLLM_BATCH_INVARIANT else None
@@ -201,6 +209,8 @@ class VllmAdapter:
     ) -> Any:
         if scale.dtype is not torch.float32 and scale.dtype is not torch.int32:
             scale = scale.view(reads.key.scale.dtype)  # one byte each, whatever they are called
+        if reads.flat:
+            scale = scale.view(-1)
         return self._activation(data, scale, dtype, shape, reads.key, reads, zero_point)
 
 
