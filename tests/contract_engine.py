@@ -25,7 +25,6 @@ os.environ["VLLM_DISABLED_KERNELS"] = (
 
 import torch
 
-import tq
 from tq import contract
 from tq.contract import plugin, vllm
 from tq.contract.route import NormRounding

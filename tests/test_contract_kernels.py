@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from types import SimpleNamespace
 
@@ -14,13 +15,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import tq
-from tq.contract import consumers, vllm
+from tq.contract import consumers, route, vllm
 from tq.contract.consumers import Reads
 
 pytestmark = pytest.mark.vllm
 if vllm.unsupported_version() is not None:
     pytest.skip(vllm.unsupported_version(), allow_module_level=True)
 
+from vllm.model_executor.kernels import linear  # noqa: E402
 from vllm.model_executor.kernels.linear import (  # noqa: E402
     FP8ScaledMMLinearLayerConfig,
     Int8ScaledMMLinearLayerConfig,
@@ -260,13 +262,19 @@ def test_int8_kernel_computes_from_what_it_would_have_made(kind, static, symmetr
         kernel.apply_weights(layer, wrong, bias)
 
 
-@pytest.mark.parametrize("padding", [0, 16])
-def test_nvfp4_kernel_computes_from_what_it_would_have_made(padding, monkeypatch):
-    """Codes and scales made by hand; the product says what it was given."""
-    from vllm.model_executor.kernels.linear import CutlassNvFp4LinearKernel
-    from vllm.model_executor.kernels.linear.nvfp4 import cutlass as module
+def stand_in_for(kind):
+    """A kernel of this class without its constructor, which asks for a GPU."""
+    if not hasattr(linear, kind):
+        pytest.skip("not in this release of vLLM")
+    return getattr(linear, kind).__new__(getattr(linear, kind))
 
-    kernel, given = CutlassNvFp4LinearKernel.__new__(CutlassNvFp4LinearKernel), []
+
+@pytest.mark.parametrize("kind", ["CutlassNvFp4", "FlashInferCudnnNvFp4", "TorchNvFp4"])
+@pytest.mark.parametrize("padding", [0, 16])
+def test_nvfp4_kernel_computes_from_what_it_would_have_made(kind, padding, monkeypatch):
+    """Codes and scales made by hand; the product says what it was given."""
+    kernel, given = stand_in_for(f"{kind}LinearKernel"), []
+    module = importlib.import_module(type(kernel).__module__)
     codes = torch.randint(0, 256, (5, K // 2), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
     scales = torch.ones(128, 16).to(torch.float8_e4m3fn)
 
@@ -274,23 +282,67 @@ def test_nvfp4_kernel_computes_from_what_it_would_have_made(padding, monkeypatch
         assert is_sf_swizzled_layout and inverse is layer.input_global_scale_inv
         return torch.nn.functional.pad(codes, (0, (padded_n - K) // 2)), scales
 
-    def product(a, b, scale_a, scale_b, alpha, dtype):
-        given.append((a, b, scale_a, scale_b, alpha))
-        return (a.float().sum(-1, keepdim=True) + torch.arange(N + 32)).to(dtype)
+    def product(a, b, *others, **named):
+        given.append([a.view(torch.uint8), b.view(torch.uint8), *others, *named.values()])
+        return (a.view(torch.uint8).float().sum(-1, keepdim=True) + torch.arange(N + 32)).bfloat16()
 
     monkeypatch.setattr(module, "scaled_fp4_quant", quantize)
-    monkeypatch.setattr(module, "cutlass_scaled_fp4_mm", product)
-    monkeypatch.setattr(kernels.ops, "cutlass_scaled_fp4_mm", product)
+    for owner in (module, kernels.ops, importlib.import_module("vllm.utils.flashinfer")):
+        for name in ("cutlass_scaled_fp4_mm", "flashinfer_scaled_fp4_mm"):
+            monkeypatch.setattr(owner, name, product, raising=False)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
     layer = layer_of(kernel, weight=torch.zeros(N + 32, K // 2 + padding, dtype=torch.uint8), alpha=torch.tensor(0.5))
     layer.output_size_per_partition, layer.input_size_per_partition = N, K
+    layer.weights_padding_cols = padding
     layer.weight_scale, layer.input_global_scale_inv = torch.ones(1), torch.tensor(0.25)
     x, bias = torch.ones(1, 5, K).bfloat16(), torch.arange(N).bfloat16()
     expected = kernel.apply_weights(layer, x.view(5, K), bias)
+    consumer = kernels.CONSUMERS[type(kernel)]
+    assert consumer.reads(kernel) == Reads(keys.kNvfp4Dynamic, "nvfp4", "swizzled_128x4")
     activation = QuantizedActivation(codes, scales, x.dtype, x.shape, keys.kNvfp4Dynamic)
-    got = kernels.apply_cutlass_nvfp4(kernel, layer, activation, bias)
+    got = consumer.apply(kernel, layer, activation, bias)
     assert got.shape == (1, 5, N) and torch.equal(got.view(5, N), expected)
-    assert all(torch.equal(mine.float(), theirs.float()) for mine, theirs in zip(*given, strict=True))
-    assert kernels.reads_nvfp4(kernel) == Reads(keys.kNvfp4Dynamic, "nvfp4", "swizzled_128x4")
+    mine, theirs = ([str(each) for each in values] for values in reversed(given))
+    assert sorted(mine) == sorted(theirs)  # by name or by place
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("TorchMxFp8", "swizzled_128x4"), ("FlashInferTrtllmMxfp8", "swizzled_8x4")]
+)
+def test_mxfp8_kernel_computes_from_what_it_would_have_made(kind, layout, monkeypatch):
+    kernel, given = stand_in_for(f"{kind}LinearKernel"), []
+    module = importlib.import_module(type(kernel).__module__)
+    monkeypatch.setattr(kernels.current_platform, "is_cuda", lambda: True)
+    consumer = kernels.CONSUMERS[type(kernel)]
+    reads = consumer.reads(kernel)
+    assert reads == Reads(keys.kMxfp8Dynamic, "mxfp8", layout, flat=True)
+    x, bias = powers(), torch.arange(N).bfloat16()
+    made = tq.quantize(x, scheme="mxfp8", layout=layout)
+
+    def quantize(x, **options):
+        assert options in ({}, {"is_sf_swizzled_layout": True})
+        return made.data, made.scale.flatten()
+
+    def product(a, b, *others, bias=None, **named):
+        given.append([a.float(), b, *others, *named.values()])
+        y = a.float() @ b.float()
+        return (y if bias is None else y + bias).bfloat16()
+
+    monkeypatch.setattr(module, "mxfp8_e4m3_quantize", quantize, raising=False)
+    flashinfer = importlib.import_module("vllm.utils.flashinfer")
+    monkeypatch.setattr(flashinfer, "flashinfer_mxfp8_quantize_8x4", quantize, raising=False)
+    monkeypatch.setattr(flashinfer, "mm_mxfp8", product, raising=False)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    layer = layer_of(kernel, weight=weight(torch.float8_e4m3fn), weight_scale=torch.ones(N * 8, dtype=torch.uint8))
+    layer._mxfp8_trtllm_output_size = N - 8 if "Trtllm" in kind else N
+    bias = bias[: layer._mxfp8_trtllm_output_size]
+    expected = kernel.apply_weights(layer, x, bias)
+    vllm.load_adapter()
+    activation = route.state.adapter.wrap(reads, made.data, made.scale, x.dtype, x.shape)
+    assert activation.scale.dim() == 1 and activation.quant_key == keys.kMxfp8Dynamic
+    assert torch.equal(consumer.apply(kernel, layer, activation, bias), expected)
+    mine, theirs = ([str(each) for each in values] for values in reversed(given))
+    assert sorted(mine) == sorted(theirs)
 
 
 def test_the_amx_product_of_a_cpu_quantizes_for_itself():
