@@ -24,6 +24,7 @@ _RUNS_ON_CPU = any(
 )
 
 
+_NO_GROUPS = "the row is not a multiple of the scale group"
 # Options of tq's producers, by what a scheme's rule needs or takes of the consumer: the field of `InputQuantScales`,
 # and why there is none.
 _NO_SCALE = "the consumer has no single fp32 input scale"
@@ -144,7 +145,7 @@ def plan(
         return "the module is not what the producer computes"
     refusal = fusion.refusal(module, x)
     if refusal is None:
-        refusal = _device_refusal(weight) if x is None else _input_refusal(fusion, scheme, x)
+        refusal = _layer_refusal(scheme, linear, weight) if x is None else _input_refusal(fusion, scheme, x)
     if refusal is not None:
         return refusal
     options = adapter.rounding(fusion.producer, reads, residual is not None)
@@ -208,6 +209,12 @@ def _any_parameter(linear: Any) -> torch.Tensor | None:
     return next(iter(linear.parameters()), None)
 
 
+def _layer_refusal(scheme: Scheme, linear: Any, weight: torch.Tensor | None) -> str | None:
+    """What is known before the first input."""
+    row = attribute(linear, "input_size_per_partition") or attribute(linear, "input_size")
+    return _NO_GROUPS if scheme.group and row and row % scheme.group else _device_refusal(weight)
+
+
 def _input_refusal(fusion: Fusion, scheme: Scheme, x: Any) -> str | None:
     if not isinstance(x, torch.Tensor):
         return "the input is not a tensor"
@@ -216,7 +223,7 @@ def _input_refusal(fusion: Fusion, scheme: Scheme, x: Any) -> str | None:
     if x.stride(-1) != 1:
         return "the input's last dimension is strided"
     if scheme.group and x.shape[-1] // fusion.inputs_per_output % scheme.group != 0:
-        return "the row is not a multiple of the scale group"
+        return _NO_GROUPS
     return _device_refusal(x)
 
 
