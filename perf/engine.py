@@ -88,8 +88,9 @@ def main(
         write_checkpoint(folder / scheme, scheme, shape, "cuda")
     torch.cuda.empty_cache()
     document = provenance("perf.engine") | {
-        "method": f"median of turns, {engine_process.PROMPT_TOKENS} prompt and {engine_process.NEW_TOKENS} new tokens, "
-        f"greedy, TRITON_ATTN, linear backend {backend}",
+        "method": f"median of turns, {engine_process.PROMPT_TOKENS} prompt tokens, new ones "
+        f"{', '.join(f'{count} {mode}' for mode, count in engine_process.NEW_TOKENS.items())}, greedy, TRITON_ATTN, "
+        f"linear backend {backend}",
     }
     failed = []
     while running:
