@@ -274,5 +274,6 @@ RMS_NORM = Fusion("rms_norm", _norm_refusal, _norm_call, NORM_READS)
 GEMMA_RMS_NORM = Fusion("gemma_rms_norm", _norm_refusal, _norm_call, NORM_READS)
 SILU_MUL = Fusion("silu_mul", _act_refusal, _act_call, inputs_per_output=2)
 GELU_MUL = Fusion("gelu_mul", _act_refusal, _gelu_mul_call, ("approximate",), inputs_per_output=2)
+RELU2 = Fusion("relu2", _act_refusal, _act_call)
 
-FUSIONS = {fusion.producer: fusion for fusion in (RMS_NORM, GEMMA_RMS_NORM, SILU_MUL, GELU_MUL)}
+FUSIONS = {fusion.producer: fusion for fusion in (RMS_NORM, GEMMA_RMS_NORM, SILU_MUL, GELU_MUL, RELU2)}

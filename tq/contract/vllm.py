@@ -95,8 +95,8 @@ class VllmAdapter:
     def __init__(self) -> None:
         global _norm_ops
         from vllm import envs, ir
-        from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-        from vllm.model_executor.layers.fusion import quant_activation
+        from vllm.model_executor.layers.activation import GeluAndMul, ReLUSquaredActivation, SiluAndMul
+        from vllm.model_executor.layers.fusion import fused_act_quant, quant_activation
         from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
         from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
         from vllm.model_executor.layers.quantization.utils import quant_utils
@@ -118,13 +118,15 @@ class VllmAdapter:
                 return weak
 
         _norm_ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
-        self._silu_mul, self._gelu_mul, self._quantizer = SiluAndMul, GeluAndMul, QuantFP8
+        self._silu_mul, self._quantizer = SiluAndMul, QuantFP8
+        self._acts: dict[str, Any] = {"silu_mul": SiluAndMul, "gelu_mul": GeluAndMul, "relu2": ReLUSquaredActivation}
         self._producers = {
             RMSNorm: "rms_norm",
             GemmaRMSNorm: "gemma_rms_norm",
-            SiluAndMul: "silu_mul",
-            GeluAndMul: "gelu_mul",
+            **{act: name for name, act in self._acts.items()},
         }
+        # On some GPUs vLLM has its own op for relu2 and a static scale, which rounds before it quantizes.
+        self._own_relu2 = (ReLUSquaredActivation, quant_utils.kFp8StaticTensorSym) in fused_act_quant._FUSED_ACT_QUANT
         self._activation = Activation
         self._consumers = CONSUMERS
         self.get_input_quant_key = quant_activation.get_input_quant_key
@@ -168,9 +170,8 @@ class VllmAdapter:
         inductor = config is not None and config.compilation_config.backend == "inductor"
         self._fp8_is_written = inductor and self._quantizer.enabled()
         self._inductor = INDUCTOR_ROUNDING.get(current_platform.device_type) if inductor else None
-        acts: dict[str, Any] = {"silu_mul": self._silu_mul, "gelu_mul": self._gelu_mul}
         self._native_acts = {
-            name: inductor and (current_platform.is_cpu() or not act.enabled()) for name, act in acts.items()
+            name: inductor and (current_platform.is_cpu() or not act.enabled()) for name, act in self._acts.items()
         }
 
     def producer_of(self, module: Any) -> str | None:
@@ -193,7 +194,11 @@ class VllmAdapter:
             # Always the torch formula: no kernel of vLLM's takes the fp32 weight 1 + w.
             return (_GEMMA_ROUNDING if inductor is None else inductor.norm).options(has_residual)
         native = self._native_acts.get(producer, False)
-        return {"rounding": inductor.act if inductor is not None and native else _ACT_ROUNDING}
+        rounding = inductor.act if inductor is not None and native else _ACT_ROUNDING
+        if producer == "relu2":
+            own = self._own_relu2 and reads.scheme == "fp8_tensor"
+            rounding = "none" if rounding == "none" and not own else "output"
+        return {"rounding": rounding}
 
     def implementation(self, producer: str, has_residual: bool) -> str:
         return _norm_implementation(has_residual) if producer == "rms_norm" else ""
