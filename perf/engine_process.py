@@ -279,7 +279,10 @@ def run(folder: Path, checkpoint: Path, scheme: str, mode: str, side: str, backe
         return
     sides = {f"eager_{side}": lambda on=side == "tq": switch.set(on) for side in ("stock", "tq")}
     with turn(folder / "lock"):
-        findings.add(*compare(llm, lambda: generate(llm, 4, 4)))
+        seen: list[list[int]] = []
+        findings.add(*compare(llm, lambda: seen.append(generate(llm, 4, 4)[1])))
+        # Observed calls are decided one by one; all others are repeated.
+        findings.add({"repeated": True, "tokens_equal_observed": generate(llm, 4, 4)[1] == seen[0]})
         for name, enter in sides.items():
             enter()
             findings.add(in_place(llm, name, scheme))

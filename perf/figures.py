@@ -86,7 +86,7 @@ def engine(document: dict[str, Any]) -> list[str]:
 
 def rates(rows: list[dict[str, Any]]) -> list[str]:
     """A table of tokens per second."""
-    rates = {(row["engine"], row["batch"]): row for row in rows if "engine" in row}
+    rates = {(row["engine"], row["batch"]): row for row in rows if "tokens_per_s" in row}
     lines = ["| whole engine, new tokens/s | batch | vLLM | vLLM with tq |", "|---|---|---|---|"]
     for mode in ("eager", "compiled"):
         for batch in sorted({batch for _, batch in rates}):
