@@ -37,7 +37,9 @@ K, N = 256, 128
 FP8_BLOCK = {
     kind.__name__: kind for kind, consumer in kernels.CONSUMERS.items() if consumer.apply is kernels.apply_block
 }
-FP8_TOKEN = {kind.__name__: kind for kind, consumer in kernels.CONSUMERS.items() if consumer.apply is None}
+FP8_TOKEN = {
+    kind.__name__: kind for kind, consumer in kernels.CONSUMERS.items() if consumer.reads is kernels.reads_tokens
+}
 
 
 @pytest.fixture(autouse=True)
@@ -350,6 +352,13 @@ def test_the_amx_product_of_a_cpu_quantizes_for_itself():
     kernel = int8_kernel(kind)
     kernel.linear_method = kernel._apply_weights_sgl
     assert kernels.reads_int8_on_cpu(kernel) == "the consumer's matrix product quantizes for itself"
+
+
+@pytest.mark.parametrize("kind", ["FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "FlashInferTrtllmNvFp4LinearKernel"])
+def test_kernels_that_take_what_depends_on_the_number_of_tokens_keep_their_input(kind):
+    layer = layer_of(stand_in_for(kind), weight=weight(torch.float8_e4m3fn))
+    reason = consumers.accept(layer, kernels.CONSUMERS)
+    assert "--linear-backend" in reason and type(layer.quant_method.fp8_linear).__name__ == kind
 
 
 @pytest.mark.parametrize("backend", ["cutlass", "triton", "torch", "deep_gemm"])

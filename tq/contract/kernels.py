@@ -49,11 +49,23 @@ def reads_int8(kernel: Any) -> Reads:
     return Reads(getattr(quant_utils, key), scheme, "row_major")
 
 
+_FOR_ITSELF = "the consumer's matrix product quantizes for itself"
+
+
 def reads_int8_on_cpu(kernel: Any) -> Reads | str:
     # Chosen after loading, by the weight's shape and the CPU.
     if getattr(kernel, "linear_method", None) == kernel._apply_weights_sgl:
-        return "the consumer's matrix product quantizes for itself"
+        return _FOR_ITSELF
     return reads_int8(kernel)
+
+
+def reads_groups_of_many(kernel: Any) -> str:
+    """From 32 tokens on DeepGEMM's, which would be taken; vLLM holds the other branch to be needed for accuracy."""
+    return f"{_FOR_ITSELF} for few tokens; --linear-backend deep_gemm or cutlass takes it quantized"
+
+
+def reads_nvfp4_by_tokens(kernel: Any) -> str:
+    return "the layout of the consumer's scales depends on the number of tokens; another --linear-backend takes it"
 
 
 def reads_nvfp4(kernel: Any) -> Reads:
@@ -191,11 +203,13 @@ _KERNELS = {
     "DeepGemmFp8BlockScaledMMKernel": Consumer(reads_groups, apply_block),
     "TritonFp8BlockScaledMMKernel": Consumer(reads_groups, apply_block),
     "BlockWiseTorchFP8ScaledMMLinearKernel": Consumer(reads_groups, apply_block),
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": Consumer(reads_groups_of_many),
     "CutlassInt8ScaledMMLinearKernel": Consumer(reads_int8, apply_cutlass_int8),
     "TritonInt8ScaledMMLinearKernel": Consumer(reads_int8, apply_triton_int8),
     "CPUInt8ScaledMMLinearKernel": Consumer(reads_int8_on_cpu, apply_onednn_int8),
     "CutlassNvFp4LinearKernel": Consumer(reads_nvfp4, apply_cutlass_nvfp4),
     "FlashInferCudnnNvFp4LinearKernel": Consumer(reads_nvfp4, apply_cudnn_nvfp4),
+    "FlashInferTrtllmNvFp4LinearKernel": Consumer(reads_nvfp4_by_tokens),
     "TorchNvFp4LinearKernel": Consumer(reads_nvfp4, apply_torch_nvfp4),
     "TorchMxFp8LinearKernel": Consumer(reads_mxfp8, apply_torch_mxfp8),
     "FlashInferTrtllmMxfp8LinearKernel": Consumer(reads_mxfp8_8x4, apply_trtllm_mxfp8),
