@@ -92,7 +92,7 @@ def turn(lock: Path) -> Iterator[None]:
     time.sleep(0.02)  # let another one have it
 
 
-def spread(values: list[float], digits: int = 0) -> tuple[float, list[float]]:
+def spread(values: list[float], digits: int | None = None) -> tuple[float, list[float]]:
     """Median and quartiles."""
     quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return round(statistics.median(values), digits), [round(quartile, digits) for quartile in quartiles]
