@@ -83,7 +83,16 @@ def facts_of(compiled: Any) -> dict[str, Any]:
         "stores": bytes_of("st", ptx),
         "spills": len(re.findall(r"\bSTL\b", sass)),
         "order": re.findall(r"\b(ACQBULK|PREEXIT|LDG|STG)\b", sass),
+        "reductions": reductions_of(compiled.asm["ttgir"]),
     }
+
+
+def reductions_of(ttgir: str) -> list[str]:
+    """Shape and register layout of what each reduction is over, in the order of the kernel: what its order of adding
+    depends on."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    found = re.findall(r"\}\) : \((tensor<[^>]*, #[^>]*(?:<\{[^}]*\}>)?>)\) ->", ttgir)
+    return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), each) for each in found]
 
 
 WORDS = {"byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12}

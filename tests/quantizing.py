@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from helpers import DEVICE, assert_codes, float32, float64, format_of, given_of, quantized_by_oracle
+from comparing import assert_codes
+from formulas import float64
+from helpers import DEVICE, float32, format_of, given_of, quantized_by_oracle
 
 import tq
 from tq.bench.cases import static_inputs

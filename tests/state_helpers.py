@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers import DEVICE, FORMATS, bits, float64
+from comparing import bits
+from formulas import float64
+from helpers import DEVICE, FORMATS
 
 LARGEST = {"int8": 127, "int8_narrow": 127, "fp8_e4m3": 448}
 # Keys and values that share a scale; None is all of them.

@@ -8,6 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from comparing import assert_same_bits, decoded, scale_of_each, worst_ulps, zero_point_of_each
+from formulas import float64
 from helpers import (
     DEVICE,
     ONE_EACH,
@@ -16,17 +18,11 @@ from helpers import (
     PAIRS,
     ROUNDINGS,
     Case,
-    assert_same_bits,
-    decoded,
-    float64,
     format_of,
     in_nan_memory,
-    scale_of_each,
     static_options,
     truth,
     unrounded,
-    worst_ulps,
-    zero_point_of_each,
 )
 from oracles import INVERSE
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DEVICE, FORMATS, assert_codes, assert_same_bits, float32
+from comparing import assert_codes, assert_same_bits
+from helpers import DEVICE, FORMATS, float32
 
 import tq
 from tq.kernels.device import round_to

@@ -67,6 +67,12 @@ BLACKWELL = [
     for target in ("sm_100", "sm_120")
     for scheme in ("nvfp4", "mxfp4", "mxfp8", "mxfp8_e5m2", "fp8_group128_ue8m0")
 ]
+# Calls that add along their rows, with the checks that must add alike; in fp32, where y hides nothing.
+SUMS = [
+    combination("sm_90", name, list(tq.SCHEMES)[7 * i % len(tq.SCHEMES)], "float32")
+    for i, name in enumerate(name for name, producer in tq.PRODUCERS.items() if producer.moments)
+]
+SUMS_CHECKED = [{**each, "check": True} for each in SUMS]
 ALL = [
     combination(target, producer, scheme, dtype, 4096, check)
     for target in TARGETS
@@ -103,7 +109,7 @@ def compile_all(
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Facts of the combinations of this session's selection."""
-    found = compile_all(SPREAD + HOPPER + LENGTHS + BLACKWELL, tmp_path_factory.mktemp("triton"))
+    found = compile_all(SPREAD + HOPPER + LENGTHS + BLACKWELL + SUMS + SUMS_CHECKED, tmp_path_factory.mktemp("triton"))
     return lambda chosen: found[name_of(chosen)]
 
 
@@ -171,6 +177,14 @@ def test_every_pair_of_elements_is_one_conversion(compiled, chosen):
     facts = compiled(chosen)
     (converted,) = facts["conversions"].values()
     assert 4 * converted == sum(size for size in facts["loads"] if size == 16)
+
+
+@pytest.mark.parametrize(("call", "check"), list(zip(SUMS, SUMS_CHECKED, strict=True)), ids=name_of)
+def test_a_check_adds_in_the_order_of_the_call(compiled, call, check):
+    """Else y would differ in its last bit, and right scales and codes would count as wrong."""
+    moments = len(tq.PRODUCERS[call["producer"]].moments)
+    of_call, of_check = (compiled(each)["reductions"][:moments] for each in (call, check))
+    assert of_call == of_check and len(of_call) == moments
 
 
 @pytest.mark.compile_all

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from helpers import DEVICE, assert_same_bits
+from comparing import assert_same_bits
+from helpers import DEVICE
 from state_helpers import cache, indices, rounded
 
 from tq.contract import state

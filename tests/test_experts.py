@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, assert_same_bits, bits
+from comparing import assert_same_bits, bits
+from helpers import DEVICE
 
 import tq
 from tq.bench.cases import static_inputs

@@ -9,7 +9,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DEVICE, FORMATS, Case, assert_matches, assert_same_bits, float64, in_nan_memory
+from comparing import assert_matches, assert_same_bits
+from formulas import float64
+from helpers import DEVICE, FORMATS, Case, in_nan_memory
 
 import tq
 from tq.kernels import schemes, tuning

@@ -9,17 +9,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from formulas import FORMULAS
+from comparing import assert_codes, assert_same_bits
+from formulas import FORMULAS, float64
 from helpers import (
     DEVICE,
     DYNAMIC_SCHEMES,
     FORMATS,
     ORACLES,
     Case,
-    assert_codes,
-    assert_same_bits,
     float32,
-    float64,
     format_of,
     given_of,
     quantized_by_oracle,

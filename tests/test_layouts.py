@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import DEVICE, SCHEME_LAYOUTS, assert_same_bits, float32, quantized_by_oracle, static_options
+from comparing import assert_same_bits
+from helpers import DEVICE, SCHEME_LAYOUTS, float32, quantized_by_oracle, static_options
 from helpers import given_of as numbers_of
 
 import tq

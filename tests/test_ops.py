@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DEVICE, ONE_EACH, PAIR_LAYOUTS, PAIRS, Case, assert_matches, assert_same_bits, in_nan_memory
+from comparing import assert_matches, assert_same_bits
+from helpers import DEVICE, ONE_EACH, PAIR_LAYOUTS, PAIRS, Case, in_nan_memory
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -7,18 +7,8 @@ import weakref
 
 import pytest
 import torch
-from helpers import (
-    DEVICE,
-    ONE_EACH,
-    PAIR_LAYOUTS,
-    PAIRS,
-    Case,
-    Result,
-    assert_equal_results,
-    assert_same_bits,
-    float32,
-    in_nan_memory,
-)
+from comparing import assert_equal_results, assert_same_bits
+from helpers import DEVICE, ONE_EACH, PAIR_LAYOUTS, PAIRS, Case, Result, float32, in_nan_memory
 
 import tq
 from tq.bench.cases import static_inputs

@@ -5,21 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    ALL_PAIRS,
-    DEVICE,
-    FORMATS,
-    ORACLES,
-    Case,
-    as_stored,
-    assert_codes,
-    assert_equal_results,
-    assert_same_bits,
-    float32,
-    float64,
-    names,
-    rounded,
-)
+from comparing import assert_codes, assert_equal_results, assert_same_bits
+from formulas import float64
+from helpers import ALL_PAIRS, DEVICE, FORMATS, ORACLES, Case, as_stored, float32, names, rounded
 
 import tq
 from tq.kernels.plan import replaced

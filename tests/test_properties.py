@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 import triton
-from helpers import DEVICE, ROUNDINGS, Case, assert_matches, assert_same_bits, in_nan_memory, names, worst_ulps
+from comparing import assert_matches, assert_same_bits, worst_ulps
+from helpers import DEVICE, ROUNDINGS, Case, in_nan_memory, names
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

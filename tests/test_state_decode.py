@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, assert_same_bits, float64
+from comparing import assert_same_bits
+from formulas import float64
+from helpers import DEVICE
 from state_helpers import assert_same_states, cache, indices, numbers, rounded, sigmoid, softplus, step
 
 import tq.state

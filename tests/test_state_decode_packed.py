@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, assert_same_bits, float64
+from comparing import assert_same_bits
+from formulas import float64
+from helpers import DEVICE
 from state_helpers import indices, scales_of
 from test_state_decode import BAD, HEADS, KEYS, KINDS, LIVE, SLOTS, VALUES, Case, close, every_kind
 

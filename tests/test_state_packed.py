@@ -7,7 +7,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import DEVICE, assert_same_bits, float64
+from comparing import assert_same_bits
+from formulas import float64
+from helpers import DEVICE
 from state_helpers import LARGEST, SHARED, TINY, assert_same_states, indices, rounded, scales_of
 
 import tq.state

@@ -8,7 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DEVICE, assert_same_bits, float64
+from comparing import assert_same_bits
+from formulas import float64
+from helpers import DEVICE
 from test_state_decode import KINDS, LIVE, Case
 
 pytestmark = pytest.mark.vllm

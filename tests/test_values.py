@@ -8,18 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    DEVICE,
-    DYNAMIC_SCHEMES,
-    FORMATS,
-    ORACLES,
-    PAIRS,
-    Case,
-    as_stored,
-    assert_same_bits,
-    float64,
-    format_of,
-)
+from comparing import assert_same_bits
+from formulas import float64
+from helpers import DEVICE, DYNAMIC_SCHEMES, FORMATS, ORACLES, PAIRS, Case, as_stored, format_of
 from oracles import GROUP, INVERSE, STATIC_DIVIDED, TOKEN
 from quantizing import code_of, compare_with_oracle, nan_code, quantize, unit_inputs
 

@@ -15,7 +15,7 @@ from tq.kernels.cut import cut, tiling_of
 from tq.kernels.inputs import check_numbers
 from tq.kernels.launch import check_device, run, scale_strides
 from tq.kernels.plan import Prepared, prepare
-from tq.kernels.producer import PRODUCERS, Producer, constant
+from tq.kernels.producer import PRODUCERS, Producer
 from tq.kernels.rows import Tiling
 from tq.kernels.rows_check import REPORT, check_rows_kernel
 from tq.kernels.target import INTERPRETED, Target
@@ -113,8 +113,6 @@ def check(
         scales = prepared.inputs.scale
     if plan.rows:
         tiling, config = cut_for_check(prepared)
-        columns = tiling.BLOCK_N.value * next_power_of_2(tiling.TILES.value)
-        wide = tiling._replace(BLOCK_N=constant(columns), TILES=constant(1))
         blocks = -(-plan.scale_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
         check_rows_kernel[(blocks,)](
             codes,
@@ -131,7 +129,6 @@ def check(
             plan.layout.device(plan.scheme.groups(plan.hidden_size)),
             prepared.inputs,
             tiling,
-            wide,
             num_warps=config.num_warps,
             enable_fp_fusion=False,
         )
@@ -139,8 +136,8 @@ def check(
 
 
 def cut_for_check(prepared: Prepared) -> tuple[Tiling, tuning.RowConfig]:
-    """How a check is cut: as the call where sums are made, which must be added in its order; elsewhere one tile for the
-    row."""
+    """How a check is cut: as the call where sums are made, which must be added in its order and register layout;
+    elsewhere one tile for the row, which compiles in half the time."""
     plan = prepared.plan
     if plan.producer.moments or INTERPRETED.value or tuning.forced() is not None:
         return cut(prepared, whole_row=True)

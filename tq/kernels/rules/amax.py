@@ -26,9 +26,15 @@ def load_amax(inputs, expert):
 
 
 @triton.jit
+def largest(maxima):
+    """amax, 0 of nothing but NaN: compiled, the maximum of those is NaN, and skipped by this one."""
+    return tl.maximum(maxima[0], 0.0)
+
+
+@triton.jit
 def fit_amax(maxima, given, code):
     """max(min(amax, scale_ub, FLT_MAX) / MAX, min_scale), the division IEEE."""
-    amax = tl.minimum(maxima[0], given[0])
+    amax = tl.minimum(largest(maxima), given[0])
     return (tl.maximum(divide(amax, tl.full(amax.shape, code.MAX, tl.float32), 1.0 / code.MAX), given[1]),)
 
 
@@ -45,7 +51,7 @@ def scaled_by_division(y, fitted, maxima, given, code):
 @triton.jit
 def scaled_by_inverse(y, fitted, maxima, given, code):
     """y * (MAX / amax), amax within its bounds: not the reciprocal of the rounded scale."""
-    amax = tl.maximum(tl.minimum(maxima[0], given[0]), given[1] * code.MAX)
+    amax = tl.maximum(tl.minimum(largest(maxima), given[0]), given[1] * code.MAX)
     return y * tl.div_rn(tl.full(amax.shape, code.MAX, tl.float32), amax)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tq.kernels.codes import Code
-from tq.kernels.rules.amax import bounded, load_amax
+from tq.kernels.rules.amax import bounded, largest, load_amax
 from tq.kernels.rules.base import ScaleInputs, ScaleRule
 
 
@@ -25,9 +25,9 @@ def power_of_two(exponent):
 @triton.jit
 def fit_exponent(maxima, given, code, ADDED: tl.constexpr):
     """The exponent of amax after ADDED carried into it, less the code's largest exponent, as a power of two."""
-    largest: tl.constexpr = (code.MAX_BITS >> 23) - 127
-    bits = tl.minimum(maxima[0], given[0]).to(tl.int32, bitcast=True)
-    exponent = ((bits + ADDED) >> 23) - largest
+    top: tl.constexpr = (code.MAX_BITS >> 23) - 127
+    bits = tl.minimum(largest(maxima), given[0]).to(tl.int32, bitcast=True)
+    exponent = ((bits + ADDED) >> 23) - top
     least = (tl.zeros(bits.shape, tl.float32) + given[1]).to(tl.int32, bitcast=True)
     return (power_of_two(tl.maximum(exponent, (least + 0x7FFFFF) >> 23)),)
 

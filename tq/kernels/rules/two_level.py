@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tq.kernels.codes import E4M3, Code, decode_e4m3, encode_e4m3
 from tq.kernels.device import exact_reciprocal
+from tq.kernels.rules.amax import largest
 from tq.kernels.rules.base import ScaleInputs, ScaleRule, load_given
 
 
@@ -23,7 +24,7 @@ def load_global(inputs, expert):
 @triton.jit
 def fit_global(maxima, given, code):
     """E4M3(global_scale_inv * (amax * (1 / MAX))), saturating at 448."""
-    return (decode_e4m3(encode_e4m3(given[0] * (maxima[0] * (1.0 / code.MAX)))),)
+    return (decode_e4m3(encode_e4m3(given[0] * (largest(maxima) * (1.0 / code.MAX)))),)
 
 
 @triton.jit
