@@ -39,9 +39,12 @@ STEP = 512  # tokens of a step
 PROMPTS = (1, 33, 500, 1300, 7, 700)  # longer than a step, so that some go on while others decode
 ATTENTION = {"qwen3_next": "TRITON_ATTN", "kimi_linear": "TRITON_MLA"}
 CODES = {"int8": "int8_narrow", "fp8": "fp8_e4m3"}
-RECIPES = {
-    "int8": "{num_bits: 8, type: dynamic, axis: [0, 1], narrow_range: true}",
-    "fp8": "{num_bits: [4, 3], type: dynamic, axis: [0, 1]}",
+PACKED = "num_bits: 8, type: dynamic, axis: [0, 1, 3], narrow_range: true, packed: true"
+RECIPES = {  # rules for GDN and for KDA
+    "int8": ("num_bits: 8, type: dynamic, axis: [0, 1], narrow_range: true",) * 2,
+    "fp8": ("num_bits: [4, 3], type: dynamic, axis: [0, 1]",) * 2,
+    "packed": (PACKED,) * 2,
+    "replay": (f"{PACKED}, replay: 16", f"{PACKED}, replay: 8"),
 }
 
 
@@ -65,7 +68,11 @@ class Engine(NamedTuple):
 ENGINES = {
     engine.name: engine
     for engine in (
-        *(Engine(recipe, mode) for mode in ("eager", "graphs", "default") for recipe in ("plugin_off", "none", *CODES)),
+        *(
+            Engine(recipe, mode)
+            for mode in ("eager", "graphs", "default")
+            for recipe in ("plugin_off", "none", *RECIPES)
+        ),
         Engine("plugin_off", "default", state="bfloat16"),
         *(Engine(recipe, "eager", watched=True, drafts=drafts) for recipe in CODES for drafts in (0, 3)),
     )
@@ -187,9 +194,9 @@ def all_engines(model: str, engines: list[Engine]) -> list[dict[str, Any]]:
         if engine.recipe == "plugin_off":
             environment["VLLM_PLUGINS"] = ""
         elif engine.recipe in RECIPES:
-            recipe = folder / f"{engine.recipe}.yaml"
-            rule = f"{{quantizer_name: '*_state_quantizer', cfg: {RECIPES[engine.recipe]}}}"
-            recipe.write_text(f"quantize:\n  quant_cfg:\n    - {rule}\n  algorithm:\n")
+            recipe, kinds = folder / f"{engine.recipe}.yaml", zip(("gdn", "kda"), RECIPES[engine.recipe], strict=True)
+            rules = ", ".join(f"{{quantizer_name: '*{kind}_state_quantizer', cfg: {{{cfg}}}}}" for kind, cfg in kinds)
+            recipe.write_text(f"quantize: {{quant_cfg: [{rules}]}}\n")
             environment["TQ_STATE_RECIPE"] = str(recipe)
         command = [sys.executable, "-m", "perf.state_engine", str(checkpoint), "--engines", engine.name]
         command += ["--folder", str(folder), "--others", str(len(engines))]
