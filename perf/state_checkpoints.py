@@ -15,18 +15,23 @@ from typing import Any
 import torch
 
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS, HEADS, WIDTH, TAPS = 1024, 2048, 1024, 4, 32, 128, 4
-SHARED = {
-    "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+
+
+def shared() -> dict[str, Any]:
+    """What both configs say."""
+    return {
+        "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
+        "vocab_size": VOCABULARY, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
 
 
 class Weights(dict[str, torch.Tensor]):
     """Tensors by name, made in the order they are asked for."""
 
-    def linear(self, name: str, rows: int, columns: int = HIDDEN, gain: float = 1.0) -> None:
-        """Outputs of about the size of the inputs, times `gain`."""
+    def linear(self, name: str, rows: int, columns: int | None = None, gain: float = 1.0) -> None:
+        """Outputs of about the size of the inputs, HIDDEN of them for None, times `gain`."""
+        columns = columns or HIDDEN
         self[f"{name}.weight"] = (torch.randn(rows, columns) * (gain * columns**-0.5)).bfloat16()
 
     def norm(self, name: str, size: int, mean: float) -> None:
@@ -55,7 +60,7 @@ class Weights(dict[str, torch.Tensor]):
 def qwen3_next() -> tuple[dict[str, Any], Weights]:
     """(config, weights): 16 key and 32 value heads, the last layer with attention, 4 experts; norms are 1 + weight."""
     heads, kv_heads, experts, expert_size, key_heads = 8, 2, 4, 256, HEADS // 2
-    config = SHARED | {
+    config = shared() | {
         "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "head_dim": WIDTH, 
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
@@ -98,7 +103,7 @@ def qwen3_next() -> tuple[dict[str, Any], Weights]:
 def kimi_linear() -> tuple[dict[str, Any], Weights]:
     """(config, weights): 32 heads of KDA, the last layer with multi-head latent attention, no experts."""
     heads, rank, rope = 16, 512, 64
-    config = SHARED | {
+    config = shared() | {
         "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "num_attention_heads": heads,
         "num_key_value_heads": heads, "head_dim": WIDTH, "kv_lora_rank": rank, "qk_nope_head_dim": WIDTH,
         "qk_rope_head_dim": rope, "v_head_dim": WIDTH, "mla_use_nope": True, "q_lora_rank": None, "num_experts": None,
