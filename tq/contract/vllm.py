@@ -270,6 +270,19 @@ def hook_model_loading(after: Callable[[torch.nn.Module], None]) -> None:
         _wrap(import_module(f"vllm.model_executor.model_loader.{loader}"), "process_weights_after_loading", process)
 
 
+def hook_model_building(before: Callable[[], None], after: Callable[[torch.nn.Module], None]) -> None:
+    """Call `before()` and `after(model)` around the building of a model, whose weights are not there yet."""
+
+    def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before()
+        model = original(*args, **kwargs)
+        after(model)
+        return model
+
+    for loader in LOADERS:
+        _wrap(import_module(f"vllm.model_executor.model_loader.{loader}"), "initialize_model", build)
+
+
 def hook_cache_identity(fingerprint: Callable[[], str]) -> None:
     """Put tq's fingerprint into every `VllmConfig`, whose hash names the compile cache.
 
