@@ -55,8 +55,15 @@ def rows_of(folder: Path, schemes: list[str], shape: Shape) -> list[dict[str, An
             for side in sides:
                 path = folder / f"{scheme}_{mode}{side and '_'}{side}.json"
                 found = json.loads(path.read_text()) if path.exists() else []
-                rows += [{"checkpoint": described(scheme, shape), **row} for row in found]
+                rows += [{"checkpoint": described(scheme, shape), "mode": mode, **row} for row in found]
     return rows
+
+
+def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows`, after those of other checkpoints and modes that are in the file."""
+    held = json.loads(path.read_text())["rows"] if path.exists() else []
+    now = {(row["checkpoint"], row["mode"]) for row in rows}
+    return [row for row in held if (row.get("checkpoint"), row.get("mode")) not in now and "mode" in row] + rows
 
 
 def main(
@@ -88,8 +95,9 @@ def main(
         write_checkpoint(folder / scheme, scheme, shape, "cuda")
     torch.cuda.empty_cache()
     document = provenance("perf.engine") | {
-        "method": f"median of turns, {engine_process.PROMPT_TOKENS} prompt and {engine_process.NEW_TOKENS} new tokens, "
-        f"greedy, TRITON_ATTN, linear backend {backend}",
+        "method": f"median of turns, {engine_process.PROMPT_TOKENS} prompt tokens, new ones "
+        f"{', '.join(f'{count} {mode}' for mode, count in engine_process.NEW_TOKENS.items())}, greedy, TRITON_ATTN, "
+        f"linear backend {backend}",
     }
     failed = []
     while running:
@@ -105,7 +113,8 @@ def main(
                     name = "_".join(filter(None, engine))
                     (folder / f"{name}.ready").touch()  # the others need not wait for it
                     print(f"--- {name}", *(folder / f"{name}.log").read_text().splitlines()[-25:], sep="\n", flush=True)
-        write(out or gpu_folder() / "engine.json", document, rows_of(folder, schemes, shape))
+        path = out or gpu_folder() / "engine.json"
+        write(path, document, merged(path, rows_of(folder, schemes, shape)))
     for row in rows_of(folder, schemes, shape):
         print(json.dumps({name: value for name, value in row.items() if name != "checkpoint"}))
     raise typer.Exit(1 if failed else 0)

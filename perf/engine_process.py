@@ -20,9 +20,10 @@ import torch
 
 from perf.agreement import compare
 
-PROMPT_TOKENS, NEW_TOKENS = 128, 64
+PROMPT_TOKENS = 128
 BATCHES = (1, 64, 256)
-ROUNDS = {"eager": 4, "compiled": 9}
+ROUNDS = {"eager": 9, "compiled": 9}
+NEW_TOKENS = {"eager": 32, "compiled": 64}
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
@@ -91,7 +92,7 @@ def turn(lock: Path) -> Iterator[None]:
     time.sleep(0.02)  # let another one have it
 
 
-def spread(values: list[float], digits: int = 0) -> tuple[float, list[float]]:
+def spread(values: list[float], digits: int | None = None) -> tuple[float, list[float]]:
     """Median and quartiles."""
     quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return round(statistics.median(values), digits), [round(quartile, digits) for quartile in quartiles]
@@ -104,7 +105,7 @@ def measure(llm: Any, sides: dict[str, Any], folder: Path, findings: Findings, d
     for batch in BATCHES:
         for enter in sides.values():
             enter()
-            generate(llm, batch, NEW_TOKENS)
+            generate(llm, batch, NEW_TOKENS[mode])
     (folder / f"{findings.path.stem}.ready").touch()
     expected = int((folder / "engines").read_text())
     while len(list(folder.glob("*.ready"))) < expected and time.time() < deadline - 60:
@@ -116,8 +117,8 @@ def measure(llm: Any, sides: dict[str, Any], folder: Path, findings: Findings, d
             with turn(folder / "lock"):
                 for name, enter in sides.items():
                     enter()
-                    seconds, tokens[name, batch] = generate(llm, batch, NEW_TOKENS)
-                    rates[name, batch].append(batch * NEW_TOKENS / seconds)
+                    seconds, tokens[name, batch] = generate(llm, batch, NEW_TOKENS[mode])
+                    rates[name, batch].append(batch * NEW_TOKENS[mode] / seconds)
     for (name, batch), values in rates.items():
         median, quartiles = spread(values)
         row = {"engine": name, "batch": batch, "tokens_per_s": median, "quartiles": quartiles, "turns": len(values)}
@@ -152,6 +153,44 @@ def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
     }
 
 
+def host(llm: Any, model: torch.nn.Module, name: str, batch: int, steps: int = 32) -> dict[str, Any]:
+    """Host time of the boundaries of a decode step, microseconds: producers and quantizers, by wrapping each."""
+    from vllm.model_executor.layers.fusion import fused_act_quant
+
+    from tq.contract import report
+    from tq.contract.scales import kernel_of
+
+    spent: dict[str, float] = defaultdict(float)
+
+    def timed(kind: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            spent[kind] += time.perf_counter() - begin
+            return result
+
+        return call
+
+    producers = {model.get_submodule(boundary.name): boundary.producer for boundary in report().boundaries}
+    quantizers = {getattr(kernel_of(module), "quant_fp8", None) for module in model.modules()} - {None}
+    wrapped = [*producers.items(), *((quantizer, "quantizers") for quantizer in quantizers)]
+    for module, kind in wrapped:
+        module.forward = timed(kind, module.forward)
+    rows = fused_act_quant._FUSED_ACT_QUANT
+    before = dict(rows)
+    rows.update({key: timed("silu_mul", row) for key, row in before.items()})
+    seconds = {}
+    for new_tokens in (2, 2 + steps):
+        spent.clear()
+        seconds[new_tokens] = generate(llm, batch, new_tokens)[0], dict(spent)
+    rows.update(before)
+    for module, _ in wrapped:
+        del module.forward
+    (short, few), (long, many) = seconds.values()
+    each = {kind: round((many[kind] - few.get(kind, 0.0)) / steps * 1e6) for kind in many}
+    return {"host": name, "batch": batch, "step_us": round((long - short) / steps * 1e6), "boundaries_us": each}
+
+
 def in_place(llm: Any, name: str, scheme: str) -> dict[str, Any]:
     """Whether replays read a scale, or where there is none a norm's weight, that was changed in place."""
     (model,) = llm.apply_model(lambda model: model)
@@ -160,7 +199,7 @@ def in_place(llm: Any, name: str, scheme: str) -> dict[str, Any]:
     _, before = generate(llm, 4, 8)
     values = [parameter.data.clone() for parameter in changed]
     for parameter in changed:
-        parameter.data.mul_(64 if wanted == "input_scale" else -3)
+        parameter.data.mul_(1 / 64 if wanted == "input_scale" else -3)  # most codes saturate
     _, after = generate(llm, 4, 8)
     for parameter, value in zip(changed, values, strict=True):
         parameter.data.copy_(value)
@@ -226,9 +265,10 @@ def run(folder: Path, checkpoint: Path, scheme: str, mode: str, side: str, backe
         }
     )
     if mode == "compiled":
-        measure(llm, {name: lambda: None}, folder, findings, deadline, mode)
         with turn(folder / "lock"):
             findings.add(in_place(llm, name, scheme))
+        measure(llm, {name: lambda: None}, folder, findings, deadline, mode)
+        with turn(folder / "lock"):
             findings.add(busy(llm, name, 64))
         return
     (model,) = llm.apply_model(lambda model: model)
@@ -237,11 +277,17 @@ def run(folder: Path, checkpoint: Path, scheme: str, mode: str, side: str, backe
         with turn(folder / "lock"):
             with_adapter(llm, switch, findings, checkpoint / "adapter")
         return
-    with turn(folder / "lock"):
-        findings.add(*compare(llm, lambda: generate(llm, 4, 4)))
     sides = {f"eager_{side}": lambda on=side == "tq": switch.set(on) for side in ("stock", "tq")}
+    with turn(folder / "lock"):
+        seen: list[list[int]] = []
+        findings.add(*compare(llm, lambda: seen.append(generate(llm, 4, 4)[1])))
+        # Observed calls are decided one by one; all others are repeated.
+        findings.add({"repeated": True, "tokens_equal_observed": generate(llm, 4, 4)[1] == seen[0]})
+        for name, enter in sides.items():
+            enter()
+            findings.add(in_place(llm, name, scheme))
     measure(llm, sides, folder, findings, deadline, mode)
     for name, enter in sides.items():
         with turn(folder / "lock"):
             enter()
-            findings.add(in_place(llm, name, scheme), busy(llm, name, 64))
+            findings.add(busy(llm, name, 64), host(llm, model, name, 64))

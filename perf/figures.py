@@ -86,17 +86,20 @@ def engine(document: dict[str, Any]) -> list[str]:
 
 def rates(rows: list[dict[str, Any]]) -> list[str]:
     """A table of tokens per second."""
-    rates = {(row["engine"], row["batch"]): row for row in rows if "engine" in row}
+    rates = {(row["engine"], row["batch"]): row for row in rows if "tokens_per_s" in row}
     lines = ["| whole engine, new tokens/s | batch | vLLM | vLLM with tq |", "|---|---|---|---|"]
     for mode in ("eager", "compiled"):
         for batch in sorted({batch for _, batch in rates}):
             cells = []
             for name in ("stock", "tq"):
-                row = rates[f"{mode}_{name}", batch]
+                row = rates.get((f"{mode}_{name}", batch))
+                if row is None:
+                    break
                 low, high = row["quartiles"][::2] if "quartiles" in row else (None, None)
                 spread = f"{low} to {high}" if low else f"± {row['spread']}"
                 cells.append(f"{row['tokens_per_s']} ({spread})")
-            lines.append(f"| {mode} | {batch} | {' | '.join(cells)} |")
+            else:
+                lines.append(f"| {mode} | {batch} | {' | '.join(cells)} |")
     return lines
 
 
@@ -106,10 +109,11 @@ def agreement(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if "agreement" in row:
             residual = f", {row['residual_differ']} residual elements" if "residual_differ" in row else ""
+            step = f", by one step of {row['scheme'].split('_')[0]} each" if row.get("worst_step") == 1 else ""
             scales = f", {row['scales_differ']} of {row['scales']:,} scales" if "scales_differ" in row else ""
             lines.append(
                 f"\nIn the engine, `{row['agreement']}`: {row['codes_differ']} of {row['codes']:,} codes{scales}"
-                f"{residual} differ from those of vLLM's own ops on the same tensors."
+                f"{residual} differ from those of vLLM's own ops on the same tensors{step}."
             )
     return lines
 

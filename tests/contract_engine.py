@@ -1,7 +1,10 @@
 """Runs a two-layer model with dummy weights in vLLM and writes what tq did to stdout as JSON.
 
-python tests/contract_engine.py [--compile] [--family llama|qwen3|gemma2] [--scheme static|token|block|int8]
-                                [--inductor-rounding NAME]
+python tests/contract_engine.py [--compile] [--family llama|qwen3|gemma2] [--smollm2] [--inductor-rounding NAME]
+                                [--scheme static|token|block|int8|int8_azp|int8_static|int8_static_azp]
+
+--smollm2: two layers of SmolLM2-135M, its weights quantized here, in place of random ones. Its rows of 576 are no whole
+blocks of 128, which vLLM requires of weights.
 """
 
 import json
@@ -24,21 +27,19 @@ os.environ["VLLM_DISABLED_KERNELS"] = (
 )
 
 import torch
-from contract_fakes import int8_schemes
 
-import tq
 from tq import contract
 from tq.contract import plugin, vllm
 from tq.contract.route import NormRounding
 
 
-def compressed(form, kind, weights, activations, dynamic):
+def compressed(form, kind, weights, activations, dynamic, symmetric=True):
     """A compressed-tensors configuration: what shares a scale among the weights and among the activations."""
     args = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
         "targets": ["Linear"],
         "weights": {**args, "strategy": weights, "dynamic": False},
-        "input_activations": {**args, "strategy": activations, "dynamic": dynamic},
+        "input_activations": {**args, "strategy": activations, "dynamic": dynamic, "symmetric": symmetric},
     }
     return {
         "quant_method": "compressed-tensors",
@@ -55,6 +56,9 @@ QUANTIZATION = {
     # As Qwen3-FP8 and DeepSeek say it, whose method names no key to anyone.
     "block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "int8": compressed("int-quantized", "int", "channel", "token", True),
+    "int8_azp": compressed("int-quantized", "int", "channel", "token", True, symmetric=False),
+    "int8_static": compressed("int-quantized", "int", "channel", "tensor", False),
+    "int8_static_azp": compressed("int-quantized", "int", "channel", "tensor", False, symmetric=False),
 }
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -104,18 +108,33 @@ def unfused(producer, args, kwargs):
         gate, up = args[0].chunk(2, -1)
         act = {"silu_mul": torch.nn.functional.silu, "gelu_mul": partial(torch.nn.functional.gelu, approximate="tanh")}
         y = act[producer](gate) * up
-    if kwargs["scheme"] == "fp8_tensor":
+    scheme = kwargs["scheme"]
+    if scheme.startswith("int8"):
+        return *unfused_int8(y.float(), kwargs), residual
+    if scheme == "fp8_tensor":
         y, scale = y.float() * kwargs["scale"].reciprocal(), kwargs["scale"].view(1, 1)
     else:
-        size = 128 if kwargs["scheme"] == "fp8_group128" else y.shape[-1]
+        size = 128 if scheme == "fp8_group128" else y.shape[-1]
         groups = y.float().unflatten(-1, (-1, size))
-        scale = groups.abs().amax(-1, keepdim=True) / (127 if kwargs["scheme"] == "int8_token" else 448)
+        scale = groups.abs().amax(-1, keepdim=True) / 448
         # vLLM's quantizer of groups multiplies by the reciprocal, that of tokens divides.
         scaled = groups * scale.reciprocal() if size == 128 else groups / scale
         y, scale = scaled.flatten(-2), scale.squeeze(-1)
-    if kwargs["scheme"] == "int8_token":
-        return y.round().clamp(-128, 127).to(torch.int8), scale, residual
     return y.clamp(-448, 448).to(torch.float8_e4m3fn), scale, residual
+
+
+def unfused_int8(y, kwargs):
+    """Codes and scales of vLLM's INT8 quantizers: round(y / scale) + zero point."""
+    zero = 0
+    if not kwargs["scheme"].startswith("int8_token"):
+        scale, zero = kwargs["scale"].view(1, 1), kwargs.get("zero_point", 0)
+    elif kwargs["scheme"] == "int8_token_azp":
+        low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
+        scale = (high - low) / 255
+        zero = (-128 - low / scale).round()
+    else:
+        scale = y.abs().amax(-1, keepdim=True) / 127
+    return ((y / scale).round() + zero).clamp(-128, 127).to(torch.int8), scale
 
 
 def order(codes):
@@ -133,8 +152,10 @@ def load_random(loader, model, config):
         normal = torch.randn(parameter.shape, generator=generator)
         if "input_scale" in name:
             values = torch.full(parameter.shape, 0.02)
+        elif "input_zero_point" in name:
+            values = torch.full(parameter.shape, 5)
         elif "scale" in name:
-            values = (1 + 0.1 * normal) / (16 * (127 if "int8" in sys.argv else 1))
+            values = (1 + 0.1 * normal) / (16 * (127 if "int8" in " ".join(sys.argv) else 1))
         elif parameter.dtype == torch.int8:
             values = (normal * 40).round().clamp(-127, 127)
         else:
@@ -176,8 +197,33 @@ def use_int8_kernel():
     from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
     cpu.check_cpu_sgl_kernel = lambda *args: False
-    for made in int8_schemes():
-        tq.register_scheme(made)
+
+
+def smollm2(folder, scheme):
+    """The first two layers of SmolLM2-135M under a scheme, in `folder`."""
+    from safetensors.torch import load_file, save_file
+
+    from perf.checkpoints import quantized
+    from tq.cli import smollm2
+
+    static = smollm2.first_layers(smollm2.fp8_folder(), 2)
+    if scheme == "static":
+        return static
+    source, weights = smollm2.first_layers(smollm2.bf16_folder(), 2), load_file(static / "model.safetensors")
+    calibrated = {name: scale for name, scale in weights.items() if name.endswith("input_scale")}
+    weights = load_file(source / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        of_weights = "int8_token" if scheme.startswith("int8") else scheme
+        weights[name], weights[f"{name}_scale"] = quantized(weights[name].float(), of_weights)
+        if "static" in scheme:
+            key = name.removesuffix("weight")
+            weights[f"{key}input_scale"] = calibrated[f"{key}input_scale"] * 448 / 127
+            if scheme.endswith("azp"):
+                weights[f"{key}input_zero_point"] = torch.full((1,), 5, dtype=torch.int8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION[scheme]}))
+    return folder
 
 
 def main():
@@ -191,13 +237,20 @@ def main():
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     DummyModelLoader.load_weights = load_random
-    {"block": use_block_kernel, "int8": use_int8_kernel}.get(scheme, lambda: None)()
+    if scheme == "block":
+        use_block_kernel()
+    elif scheme.startswith("int8"):
+        use_int8_kernel()
     model = Path(tempfile.mkdtemp())
     family = FAMILIES[sys.argv[sys.argv.index("--family") + 1] if "--family" in sys.argv else "llama"]
-    (model / "config.json").write_text(json.dumps({**CONFIG, **family, "quantization_config": QUANTIZATION[scheme]}))
+    if "--smollm2" in sys.argv:
+        model = smollm2(model, scheme)
+    else:
+        quantized = {"quantization_config": QUANTIZATION[scheme]}
+        (model / "config.json").write_text(json.dumps({**CONFIG, **family, **quantized}))
     llm = LLM(
         model=str(model),
-        load_format="dummy",
+        load_format="auto" if "--smollm2" in sys.argv else "dummy",
         skip_tokenizer_init=True,
         enforce_eager="--compile" not in sys.argv,
         max_model_len=128,

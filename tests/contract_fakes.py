@@ -247,15 +247,6 @@ def bits(x):
     return x.view(torch.uint8)
 
 
-def int8_schemes():
-    """Schemes of INT8, for as long as the package has none of its own of these names."""
-    from tq.kernels.codes import INT8
-    from tq.kernels.schemes import AMAX_DIVIDING, SCHEMES, STATIC, Scheme
-
-    made = Scheme("int8_token", INT8, "token", AMAX_DIVIDING), Scheme("int8_tensor", INT8, "tensor", STATIC)
-    return [scheme for scheme in made if scheme.name not in SCHEMES]
-
-
 def repeat_calls(monkeypatch):
     """Calls repeat (`tq.contract.repeat`) though kernels are interpreted: each goes the way of a compiled one, whose
     launch is made here. Returns the list of what was repeated, which grows."""

@@ -58,11 +58,22 @@ def boundaries(scheme):
         (("--family", "qwen3"), "fp8_tensor", "PerTensorTorchFP8ScaledMMLinearKernel row_major"),
         (("--scheme", "token"), "fp8_token", "ChannelWiseTorchFP8ScaledMMLinearKernel row_major"),
         (("--scheme", "block", "--family", "qwen3"), "fp8_group128", "TorchFp8BlockScaledMMKernel column_major"),
-        (("--scheme", "int8"), "int8_token", "CPUInt8ScaledMMLinearKernel row_major"),
+        (("--scheme", "int8", "--smollm2"), "int8_token", "CPUInt8ScaledMMLinearKernel row_major"),
+        (("--scheme", "int8_azp"), "int8_token_azp", "CPUInt8ScaledMMLinearKernel row_major"),
+        (("--scheme", "int8_static"), "int8_tensor", "CPUInt8ScaledMMLinearKernel row_major"),
+        (("--scheme", "int8_static_azp", "--smollm2"), "int8_tensor_azp", "CPUInt8ScaledMMLinearKernel row_major"),
+        (("--smollm2",), "fp8_tensor", "PerTensorTorchFP8ScaledMMLinearKernel row_major"),
+        (("--scheme", "token", "--smollm2"), "fp8_token", "ChannelWiseTorchFP8ScaledMMLinearKernel row_major"),
     ],
-    ids=["static", "static qwen3", "token", "block qwen3", "int8"],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_engine_runs_every_boundary_fused(tmp_path, arguments, scheme, kernel):
+    if "--smollm2" in arguments:
+        smollm2 = pytest.importorskip("tq.cli.smollm2")
+        try:
+            smollm2.gguf_file()
+        except RuntimeError as error:
+            pytest.skip(str(error))
     result, log = run_engine(tmp_path, *arguments)
     assert result["boundaries"] == boundaries(scheme) and result["kernels"] == [kernel]
     assert log.count("boundaries fused (rms_norm 4, silu_mul 2)") == 1

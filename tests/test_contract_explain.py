@@ -48,14 +48,16 @@ FUSED = {
     "Glm4ForCausalLM": layer(0, *DENSE) + layer(1, *DENSE),
     "GraniteForCausalLM": layer(0, *DENSE) + layer(1, *DENSE),
     "DeepseekV3ForCausalLM": layer(0, *DENSE[1:], Q_A) + layer(1, Q_A, SHARED),
-    "NemotronHForCausalLM": layer(1, "norm") + layer(2, "norm"),
+    "NemotronHForCausalLM": layer(1, "norm") + layer(2, "norm", "mixer.act_fn"),
+    "GraniteMoeHybridForCausalLM": layer(0, "post_attention_layernorm", "shared_mlp.act_fn")
+    + layer(1, "input_layernorm", "post_attention_layernorm", "shared_mlp.act_fn"),
     "GptOssForCausalLM": layer(0, "input_layernorm") + layer(1, "input_layernorm"),
     "GPT2LMHeadModel": [],
 }
 NOT_FUSED = {
     ("Qwen3MoeForCausalLM", "model.layers.1.post_attention_layernorm"): "the forward of Qwen3MoeSparseMoeBlock is not",
     ("DeepseekV3ForCausalLM", "model.layers.0.input_layernorm"): "the forward of DeepseekV2MLAAttention is not",
-    ("NemotronHForCausalLM", "model.layers.2.mixer.act_fn"): "no producer for ReLUSquaredActivation",
+    ("GraniteMoeHybridForCausalLM", "model.layers.0.input_layernorm"): "the forward of MambaMixer2 is not",
 }
 
 

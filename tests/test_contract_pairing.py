@@ -15,6 +15,7 @@ from contract_fakes import (
     LoraLinear,
     Norm,
     OtherNorm,
+    known_decoder,
     signs,
 )
 
@@ -174,3 +175,11 @@ def test_a_model_of_unknown_layers_is_said_to_be_one(layer):
     assert boundaries.summary(pairing.pair_model(torch.nn.Sequential(Norm()))).endswith(
         "no layer of the model is a known one"
     )
+
+
+def test_rows_that_groups_do_not_divide_are_seen_before_the_first_call(adapter, monkeypatch):
+    layer = known_decoder(monkeypatch, lambda: Linear(Key("group")))
+    layer.self_attn.qkv_proj.input_size_per_partition = 192
+    layer.mlp.down_proj.input_size_per_partition = 256
+    reasons = [boundary.reason for boundary in pairing.pair_model(layer)]
+    assert reasons == ["the row is not a multiple of the scale group", None, None]

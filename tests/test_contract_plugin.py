@@ -22,7 +22,7 @@ def unregistered(monkeypatch):
     monkeypatch.delenv("TQ_DISABLE", raising=False)
     calls = []
     monkeypatch.setattr(vllm, "unsupported_version", lambda: None)
-    for name in ("hook_cache_identity", "supply_missing_quantizer", "hook_model_loading"):
+    for name in ("hook_cache_identity", "supply_missing_quantizer", "hook_model_building", "hook_model_loading"):
         monkeypatch.setattr(vllm, name, lambda *args, name=name: calls.append(name))
     return calls
 
@@ -30,7 +30,9 @@ def unregistered(monkeypatch):
 def test_register_twice_hooks_once(unregistered):
     plugin.register()
     plugin.register()
-    assert unregistered == ["hook_cache_identity", "supply_missing_quantizer", "hook_model_loading"]
+    assert unregistered == [
+        "hook_cache_identity", "supply_missing_quantizer", "hook_model_building", "hook_model_loading",
+    ]  # fmt: skip
 
 
 def test_register_disabled(unregistered, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 
 import pytest
@@ -230,24 +229,6 @@ def test_paired_norm_compiles_without_a_break(norm, adapter, monkeypatch):
     assert len(graphs) == 1 and any("tq.rms_norm" in str(n.target) for n in graphs[0].graph.nodes)
 
 
-@pytest.mark.parametrize("shape", [(5, 256), (300, 512)])  # below and above the size for the reference
-def test_quantizer_for_builds_without_one(shape):
-    from tq.contract.cpu_quantizer import scaled_fp8_quant
-
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
-    scale = torch.tensor(0.5)
-    codes, same = scaled_fp8_quant(x, scale, num_token_padding=17)
-    assert same is scale and codes.shape[0] == max(17, shape[0])
-    expected = (x.float() / 0.5).to(torch.float8_e4m3fn)
-    assert torch.equal(codes[: shape[0]].view(torch.uint8), expected.view(torch.uint8))
-    codes, amax_scale = scaled_fp8_quant(x)
-    assert torch.equal(amax_scale, x.abs().amax().float().reshape(1) / 448)
-    codes, rows = scaled_fp8_quant(x, use_per_token_if_dynamic=True)
-    assert torch.equal(rows, x.abs().amax(-1, keepdim=True).float() / 448)
-    with pytest.raises(NotImplementedError, match="scaled_fp8_quant: scale"):
-        scaled_fp8_quant(x, torch.ones(2))
-
-
 @pytest.mark.parametrize("scheme", ["int8_token", "nvfp4", "mxfp8"])
 def test_quantizers_that_are_no_torch_formula_are_given_written_values(adapter, monkeypatch, scheme):
     monkeypatch.setattr(adapter, "_inductor", vllm.INDUCTOR_ROUNDING["cuda"])
@@ -290,13 +271,41 @@ def test_written_rounding_is_that_of_the_formula_compiled_alone(residual):
             assert torch.equal(ours.scale, theirs.scale)
 
 
-@pytest.mark.parametrize("loader", vllm.LOADERS)
-def test_a_model_is_seen_once_its_weights_are_final_whichever_loader_ran(monkeypatch, loader):
-    events = []
-    modules = {name: importlib.import_module(f"vllm.model_executor.model_loader.{name}") for name in vllm.LOADERS}
-    for module in modules.values():
-        monkeypatch.setattr(module, "process_weights_after_loading", lambda *args: events.append(("final", args)))
-    for _ in range(2):
-        vllm.hook_model_loading(lambda model: events.append(("seen", model)))
-    modules[loader].process_weights_after_loading("model", "config", "device")
-    assert events == [("final", ("model", "config", "device")), ("seen", "model")]
+def test_relu2_is_what_vllms_module_and_quantizer_make(config, adapter, monkeypatch):
+    from vllm.model_executor.layers.activation import ReLUSquaredActivation
+
+    layer = torch.nn.Module()
+    layer.act_fn, layer.linear = ReLUSquaredActivation(compile_native=False), consumer()
+    monkeypatch.setattr(pairing, "BY_SHA", {pairing.forward_hash(layer): Forward("", "", feeds={"act_fn": "linear"})})
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16).to(DEVICE)
+    expected = (layer.act_fn.forward_native(x).float() / 0.25).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert pairing.pair_model(layer)[0].reason is None
+    assert torch.equal(layer.act_fn(x).data.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_relu2_rounds_as_what_vllm_runs_in_compiled_code(adapter, monkeypatch, own):
+    monkeypatch.setattr(adapter, "_inductor", vllm.INDUCTOR_ROUNDING["cuda"])
+    monkeypatch.setattr(adapter, "_native_acts", {"relu2": True})
+    monkeypatch.setattr(adapter, "_own_relu2", own)
+    assert adapter.rounding("relu2", Reads(None, "fp8_tensor", "row_major"), False) == {"rounding": "output"}
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = [
+        adapter.rounding("relu2", Reads(None, scheme, "row_major"), False)["rounding"]
+        for scheme in ("fp8_tensor", "fp8_token", "int8_token")
+    ]
+    assert found == ["output" if own else "none", "none", "output"]
+
+
+def test_activations_with_zero_points_lose_their_owners_all_at_once(adapter, monkeypatch):
+    """A graph keeps no memory alive that it does not own."""
+    from vllm.utils import torch_utils
+
+    monkeypatch.setattr(torch_utils, "weak_ref_tensor", lambda tensor: ("weak", tensor))
+    codes, scale, zero = torch.zeros(2, 4, dtype=torch.int8), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
+    reads = Reads("key", "int8_token_azp", "row_major")
+    monkeypatch.setattr(state, "adapter", None)
+    vllm.load_adapter()  # takes the stand-in
+    made = state.adapter.wrap(reads, codes, scale, torch.bfloat16, codes.shape, zero)
+    weak = made.weak_ref()
+    assert weak.zero_point[1] is zero and weak.data[1] is codes and weak.reads is reads

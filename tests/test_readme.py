@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import torch
+import yaml
 from helpers import DEVICE
 
 import tq
+import tq.state
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -48,6 +50,12 @@ def test_a_producer_of_your_own(tmp_path):
         assert tq.check("relu6", x, scheme="fp8_group128").ok and hasattr(torch.ops.tq, "relu6")
     finally:
         tq.PRODUCERS.pop("relu6", None)
+
+
+def test_the_recipe_of_packed_states():
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    found = tq.state.parse_recipe(yaml.safe_load(recipe)).options("layers.0.mixer.kda_state_quantizer")
+    assert found == tq.state.StateOptions("int8_narrow", "value_channel", packed=True, replay=16)
 
 
 def test_figures_are_those_of_the_data(monkeypatch):

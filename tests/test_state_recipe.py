@@ -58,11 +58,16 @@ def test_the_last_rule_that_matches_counts():
         ({"axis": None, "block_sizes": {-1: 16}}, ("int8", "group16")),
         ({"axis": None, "block_sizes": {-1: 32}}, ("int8", "group32")),
         ({"axis": None, "block_sizes": {-1: 64}, "num_bits": [4, 3]}, ("fp8_e4m3", "group64")),
+        ({"axis": [0, 1, 3]}, ("int8", "value_channel")),
+        ({"axis": (0, 1, 2), "narrow_range": True}, ("int8_narrow", "key_channel")),
+        ({"axis": [0, 1, 3], "packed": True}, ("int8", "value_channel", True)),
+        ({"axis": [0, 1, 3], "packed": True, "replay": 16}, ("int8", "value_channel", True, 16)),
+        ({"packed": False, "replay": 0}, ("int8", "head")),
     ],
 )
 def test_attributes(changes, options):
     recipe = parse_recipe(with_cfg(**changes))
-    assert recipe.options("x.gdn_state_quantizer") == options
+    assert recipe.options("x.gdn_state_quantizer") == StateOptions(*options)
     assert parse_recipe(yaml.safe_load(yaml.safe_dump(recipe.document()))) == recipe
 
 
@@ -76,7 +81,12 @@ def test_attributes(changes, options):
         (with_cfg(num_bits=[4, 3], narrow_range=True), "narrow_range of *state_quantizer must be False"),
         (with_cfg(type="static"), "type of *state_quantizer must be dynamic"),
         (with_cfg(type=None), "got None"),
-        (with_cfg(axis=[0]), "axis of *state_quantizer must be [0, 1], a scale a slot and head; got [0]"),
+        (with_cfg(axis=[0]), "axis of *state_quantizer must be [0, 1] or [0, 1, 3] or [0, 1, 2], of slots, heads"),
+        (with_cfg(axis=[0, 1, 4]), "of slots, heads, keys and values; got [0, 1, 4]"),
+        (with_cfg(packed=1), "packed of *state_quantizer must be True or False; got 1"),
+        (with_cfg(replay=16), "replay of *state_quantizer must be 0, a ring's entries, and packed true with one; got"),
+        (with_cfg(packed=True, replay=129), "replay of *state_quantizer must be 0 to 128, a ring's entries"),
+        (with_cfg(packed=True, replay=True), "got True"),
         (with_cfg(axis=None), "must have either axis or block_sizes, got axis=None and None"),
         (with_cfg(block_sizes={-1: 32}), "must have either axis or block_sizes, got axis=[0, 1]"),
         (with_cfg(axis=None, block_sizes={-1: 128}), "must be {-1: 16, 32 or 64}, got {-1: 128}"),
@@ -130,7 +140,7 @@ def test_saved_quantizers():
         ({"_rotate": True}, f"_rotate of {NAME} must be False; got True"),
         ({"backend": "serving"}, f"backend of {NAME} must be None; got 'serving'"),
         ({"_dynamic": False}, f"type of {NAME} must be dynamic"),
-        ({"_axis": (0,)}, f"axis of {NAME} must be [0, 1], a scale a slot and head; got [0]"),
+        ({"_axis": (0,)}, f"axis of {NAME} must be [0, 1] or [0, 1, 3] or [0, 1, 2], of slots, heads, keys and values"),
         ({"_new": 1}, f"the state of {NAME} must have no '_new'"),
     ],
 )

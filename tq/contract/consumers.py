@@ -16,11 +16,13 @@ NOT_LISTED = "the consumer takes no quantized input"
 
 
 class Reads(NamedTuple):
-    """What a kernel reads in place of its input. key: vLLM's for it. scheme: in `SCHEMES`. layout: of its scales."""
+    """What a kernel reads in place of its input. key: vLLM's for it. scheme: in `SCHEMES`. layout: of its scales; flat:
+    it wants them in one dimension."""
 
     key: Any
     scheme: str
     layout: str
+    flat: bool = False
 
     def __str__(self) -> str:
         return f"{self.scheme} with {self.layout} scales"
@@ -111,6 +113,12 @@ def check_activation(op: str, activation: Any, reads: Reads) -> None:
             f"{op}: input must be a tensor or an activation of {reads.key}, got {came}; quantize it for this layer"
         )
     scheme = SCHEMES[reads.scheme]
+    zero_point = getattr(activation, "zero_point", None)
+    if (zero_point is not None) != ("zero_point" in scheme.rule.needs or scheme.rule.zero_point):
+        raise ValueError(
+            f"{op}: input of {reads.scheme} must {'not ' * (zero_point is not None)}have a zero point; quantize it for "
+            f"the layer that reads it"
+        )
     if made is None:
         if not scheme.dynamic:
             return  # one scale lies in one way

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import tq
-from tq.contract import boundaries, pairing, vllm
+from tq.contract import boundaries, packed_layers, pairing, vllm
 from tq.contract.state import apply_recipe
 
 _registered = False
@@ -39,6 +39,7 @@ def register() -> None:
             return
         vllm.hook_cache_identity(fingerprint)
         vllm.supply_missing_quantizer()
+        vllm.hook_model_building(packed_layers.prepare_layers, packed_layers.declare_pages)
         vllm.hook_model_loading(_after_loading)
     except Exception as error:  # a plugin must not stop the engine
         boundaries.disable(f"registration failed: {error}")
@@ -49,7 +50,11 @@ def _after_loading(model: torch.nn.Module) -> None:
     recipe = apply_recipe(model)  # raises where it cannot be followed: it was asked for by name
     if recipe is not None:
         vllm.logger.info(
-            "tq %s: states rounded in %d layers of %s", tq.__version__, len(recipe.rules), type(model).__name__
+            "tq %s: states rounded in %d layers of %s, kept packed in %d of them",
+            tq.__version__,
+            len(recipe.rules),
+            type(model).__name__,
+            sum(options is not None and options.packed for _, options in recipe.rules),
         )
     try:
         vllm.load_adapter()

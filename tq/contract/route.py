@@ -24,19 +24,16 @@ _RUNS_ON_CPU = any(
 )
 
 
-class ScaleOption(NamedTuple):
-    """An option of tq's producers, the field of `InputQuantScales` it takes, and whether it must be there."""
-
-    option: str
-    field: str
-    required: bool
-
-
-STATIC_SCALE = ScaleOption("scale", "static_scale", True)
-UPPER_BOUND = ScaleOption("scale_ub", "scale_ub", False)
-# NVFP4 multiplies by the inverse of the second-level scale; its other scales are computed.
-GLOBAL_SCALE_INV = ScaleOption("global_scale_inv", "global_scale_inv", True)
-SCALE_OPTIONS = {"nvfp4": GLOBAL_SCALE_INV}
+_NO_GROUPS = "the row is not a multiple of the scale group"
+# Options of tq's producers, by what a scheme's rule needs or takes of the consumer: the field of `InputQuantScales`,
+# and why there is none.
+_NO_SCALE = "the consumer has no single fp32 input scale"
+SCALES = {
+    "scale": ("static_scale", _NO_SCALE),
+    "zero_point": ("zero_point", "the consumer has no single int32 zero point"),
+    "global_scale_inv": ("global_scale_inv", _NO_SCALE),  # NVFP4 multiplies by the inverse of the second-level scale
+    "scale_ub": ("scale_ub", ""),
+}
 
 
 class NormRounding(NamedTuple):
@@ -132,32 +129,35 @@ def plan(
     if reads is None:
         return "no scheme for the consumer's input quantization key"
     scheme = SCHEMES[reads.scheme]
-    dynamic = scheme.dynamic
-    wanted = SCALE_OPTIONS.get(scheme.name) or (UPPER_BOUND if dynamic else STATIC_SCALE)
-    scale = input_quant_scale(linear, wanted.field, kernel, seen)
     weight = _any_parameter(linear) if x is None else None
     weightless = weight is not None and weight.is_meta  # a model that is only explained
-    if wanted.required and not weightless and (scale is None or scale.dtype != torch.float32):
-        return "the consumer has no single fp32 input scale"
+    scales = {}
+    for option in (*scheme.rule.needs, *scheme.rule.takes):
+        field, reason = SCALES[option]
+        tensor = input_quant_scale(linear, field, kernel, seen)
+        fits = tensor is not None and tensor.dtype == (torch.int32 if option == "zero_point" else torch.float32)
+        if reason and not fits and not weightless:
+            return reason
+        if fits:
+            scales[option] = tensor
     # A row of vLLM's table is called without the module, whose type the table has matched.
     if module is not None and adapter.producer_of(module) != fusion.producer:
         return "the module is not what the producer computes"
     refusal = fusion.refusal(module, x)
     if refusal is None:
-        refusal = _device_refusal(weight) if x is None else _input_refusal(fusion, scheme, x)
+        refusal = _layer_refusal(scheme, linear, weight) if x is None else _input_refusal(fusion, scheme, x)
     if refusal is not None:
         return refusal
     options = adapter.rounding(fusion.producer, reads, residual is not None)
     if options is None:
         return "the plain module runs an implementation of unknown rounding"
     options["scheme"] = scheme.name
-    if dynamic:
+    if scheme.dynamic:
         # What is replaced is a plain module and the quantizer after it, whose least scale is the scheme's.
         options["layout"] = reads.layout
         if "scale_ub" in scheme.rule.takes:
             options["min_scale"] = scheme.min_scale
-    if scale is not None:
-        options[wanted.option] = scale
+    options.update(scales)
     return Plan(adapter, reads, options)
 
 
@@ -209,6 +209,12 @@ def _any_parameter(linear: Any) -> torch.Tensor | None:
     return next(iter(linear.parameters()), None)
 
 
+def _layer_refusal(scheme: Scheme, linear: Any, weight: torch.Tensor | None) -> str | None:
+    """What is known before the first input."""
+    row = attribute(linear, "input_size_per_partition") or attribute(linear, "input_size")
+    return _NO_GROUPS if scheme.group and row and row % scheme.group else _device_refusal(weight)
+
+
 def _input_refusal(fusion: Fusion, scheme: Scheme, x: Any) -> str | None:
     if not isinstance(x, torch.Tensor):
         return "the input is not a tensor"
@@ -217,7 +223,7 @@ def _input_refusal(fusion: Fusion, scheme: Scheme, x: Any) -> str | None:
     if x.stride(-1) != 1:
         return "the input's last dimension is strided"
     if scheme.group and x.shape[-1] // fusion.inputs_per_output % scheme.group != 0:
-        return "the row is not a multiple of the scale group"
+        return _NO_GROUPS
     return _device_refusal(x)
 
 
@@ -268,5 +274,6 @@ RMS_NORM = Fusion("rms_norm", _norm_refusal, _norm_call, NORM_READS)
 GEMMA_RMS_NORM = Fusion("gemma_rms_norm", _norm_refusal, _norm_call, NORM_READS)
 SILU_MUL = Fusion("silu_mul", _act_refusal, _act_call, inputs_per_output=2)
 GELU_MUL = Fusion("gelu_mul", _act_refusal, _gelu_mul_call, ("approximate",), inputs_per_output=2)
+RELU2 = Fusion("relu2", _act_refusal, _act_call)
 
-FUSIONS = {fusion.producer: fusion for fusion in (RMS_NORM, GEMMA_RMS_NORM, SILU_MUL, GELU_MUL)}
+FUSIONS = {fusion.producer: fusion for fusion in (RMS_NORM, GEMMA_RMS_NORM, SILU_MUL, GELU_MUL, RELU2)}

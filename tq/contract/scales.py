@@ -25,11 +25,13 @@ class InputQuantScales:
     static_scale: fp32, 0-d or one element, dequantization scale: x ~ q * static_scale.
     global_scale_inv: fp32, one element, inverse of the second-level scale (NVFP4).
     scale_ub: fp32, one element, upper bound on the absolute maximum of a dynamically scaled row.
+    zero_point: int32, one element, static zero point: x ~ (q - zero_point) * static_scale.
     """
 
     static_scale: torch.Tensor | None = None
     global_scale_inv: torch.Tensor | None = None
     scale_ub: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
 
 
 ABSENT: Final = object()
@@ -78,11 +80,7 @@ def get_input_quant_scales(linear: Any) -> InputQuantScales:
     `ScaledMMLinearKernel.layer_param_names`).
     """
     kernel = kernel_of(linear)
-    return InputQuantScales(
-        input_quant_scale(linear, "static_scale", kernel),
-        input_quant_scale(linear, "global_scale_inv", kernel),
-        input_quant_scale(linear, "scale_ub", kernel),
-    )
+    return InputQuantScales(*(input_quant_scale(linear, field, kernel) for field in InputQuantScales.__annotations__))
 
 
 def input_quant_scale(linear: Any, field: str, kernel: Any, seen: Seen | None = None) -> torch.Tensor | None:
@@ -135,6 +133,8 @@ def _parameter_name(kernel: Any, field: str, seen: Seen | None = None) -> str:
     # FP8: (weight, weight scale, input scale, bound). INT8: (weight, weight scale, input scale, zero point, its term).
     if field == "static_scale":
         return names[2] if len(names) in (4, 5) else "input_scale"
+    if field == "zero_point":
+        return names[3] if len(names) == 5 else "input_zero_point"
     return names[3] if len(names) == 4 else "input_scale_ub"
 
 

@@ -63,6 +63,14 @@ def _mlp(sha: str, classes: str, enters: str = "gate_up_proj", leaves: str = "do
 _GATHERED = Unless("use_attn_reduce_scatter_for_moe", "the norm's output is gathered from all ranks")
 _SCATTERED = Unless("use_sequence_parallel_moe", "the norm's output is sharded over the sequence")
 
+_SHARED: dict[str, Any] = {
+    "unless": {
+        "post_attention_layernorm": (
+            Unless("block_sparse_moe", "the norm's output also enters the router and experts"),
+        )
+    }
+}
+
 FORWARDS = (
     _decoder("71daafe15adcfe3d", "llama.LlamaDecoderLayer"),
     _decoder(
@@ -83,6 +91,16 @@ FORWARDS = (
     _decoder("f90c19a7539b6b8a", "ernie45_moe.Ernie4_5_MoeDecoderLayer"),
     _decoder("ab6bc85ab9c3fe24", "glm4.Glm4DecoderLayer"),
     _decoder("65ad747763ff948f", "granite.GraniteDecoderLayer"),
+    _decoder(
+        "46e6430c986b2674", "granitemoehybrid.GraniteMoeHybridMambaDecoderLayer", "mamba", "shared_mlp", **_SHARED
+    ),
+    _decoder("452156473c2091fa", "granitemoehybrid.GraniteMoeHybridAttentionDecoderLayer", mlp="shared_mlp", **_SHARED),
+    _decoder("b298ec5cf5bd5344", "granitemoe.GraniteMoeDecoderLayer", mlp="block_sparse_moe"),
+    _decoder("12cbea59332d219e", "granitemoeshared.GraniteMoeSharedDecoderLayer", mlp="block_sparse_moe"),
+    _decoder("61425d4b80dce0b8", "qwen2_moe.Qwen2MoeDecoderLayer"),
+    _decoder("3ff896be762d11d7", "minicpm.MiniCPMDecoderLayer"),
+    _decoder("32769447f046abdd", "hyperclovax.HyperCLOVAXDecoderLayer"),
+    _decoder("aee6fb5f713727e8", "exaone_moe.ExaoneMoeDecoderLayer"),
     _decoder("dc17fc0147ce4869", "llama4.Llama4DecoderLayer", mlp="feed_forward"),
     _decoder("9c453f67236c3daa", "mixtral.MixtralDecoderLayer", mlp="block_sparse_moe"),
     _decoder("aff820379d36af07", "minimax_m2.MiniMaxM2DecoderLayer", mlp="block_sparse_moe"),
@@ -114,7 +132,8 @@ FORWARDS = (
     _attention(
         "4408c421cfca87e3",
         "llama.LlamaAttention mixtral.MixtralAttention gemma.GemmaAttention gemma2.Gemma2Attention glm4.Glm4Attention "
-        "deepseek_v2.DeepseekAttention solar.SolarAttention",
+        "deepseek_v2.DeepseekAttention solar.SolarAttention minicpm.MiniCPMAttention qwen2_moe.Qwen2MoeAttention "
+        "hyperclovax.HyperCLOVAXAttention",
     ),
     _attention("e9ab3a3ad35f47cb", "mistral.MistralAttention"),
     _attention("ba0c8dad0d653295", "qwen2.Qwen2Attention"),
@@ -126,7 +145,8 @@ FORWARDS = (
     _attention("bf07feba6c39db35", "minimax_m2.MiniMaxM2Attention"),
     _attention("cffa69f16ad1cf1b", "gpt_oss.OAIAttention"),
     _attention("a1fa152c9f374e88", "llama4.Llama4Attention"),
-    _attention("942f41cfd210af30", "granite.GraniteAttention"),
+    _attention("942f41cfd210af30", "granite.GraniteAttention granitemoe.GraniteMoeAttention"),
+    _attention("e7c778dbc50ff748", "granitemoehybrid.GraniteMoeHybridAttention"),
     _attention("c83c48afae45ff72", "gemma3.Gemma3Attention"),
     _attention(
         "2dbb9cb8a21d5bb6",
@@ -149,14 +169,15 @@ FORWARDS = (
     ),
     # Calls maybe_fused_act_quant, which calls a module whose type is not in its table, as a routed one's.
     _mlp("33cd5706cd8a0f90", "llama.LlamaMLP"),
-    _mlp("643e2a950d96a35c", "mistral.MistralMLP"),
+    _mlp("643e2a950d96a35c", "mistral.MistralMLP hyperclovax.HyperCLOVAXMLP"),
     _mlp(
         "42d88f10393524ea",
         "qwen2.Qwen2MLP glm4_moe.Glm4MoeMLP ernie45_moe.Ernie4_5_MoeMLP granite.GraniteMLP gemma.GemmaMLP "
-        "deepseek_v2.DeepseekV2MLP exaone4.Exaone4GatedMLP solar.SolarMLP",
+        "deepseek_v2.DeepseekV2MLP exaone4.Exaone4GatedMLP solar.SolarMLP minicpm.MiniCPMMLP",
     ),
     _mlp("b9e18e62654fa45d", "gemma2.Gemma2MLP gemma3.Gemma3MLP gemma4.Gemma4MLP"),
     _mlp("4d6c73ed1cb86eae", "internlm2.InternLM2MLP", leaves="w2"),
+    _mlp("e36149516daff3b2", "granitemoeshared.GraniteMoeSharedMLP", enters="input_linear", leaves="output_linear"),
     _mlp(
         "27fc14d96feacc1a",
         "qwen3_moe.Qwen3MoeMLP qwen2_moe.Qwen2MoeMLP",

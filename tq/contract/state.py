@@ -66,7 +66,7 @@ def round_states(layer: Any, metadata: Any) -> None:
     if options is None or found is None:
         return
     for active in active_requests(found):
-        qdq_(layer.kv_cache[1], **active._asdict(), **options._asdict())
+        qdq_(layer.kv_cache[1], **active._asdict(), code=options.code, granularity=options.granularity)
 
 
 def current_metadata() -> Any:
@@ -100,11 +100,13 @@ def apply_recipe(model: torch.nn.Module) -> Recipe | None:
         options = recipe.options(name) if site else None
         if options is None:
             continue
-        reason = platform_refusal() or why_not(module)
+        reason = platform_refusal() or (why_not_packed if options.packed else why_not)(module)
         if reason is not None:
             raise ValueError(f"{OP}: {name} must be served as {VARIABLE}={path} says, but {reason}")
         chosen.append((name, options, module, owner, site))
     for _, options, module, owner, site in chosen:
+        if options.packed:
+            continue
         module.tq_state_options = options  # type: ignore[assignment]
         for method in site.methods:
             if hasattr(owner, method):
@@ -130,6 +132,13 @@ def why_not(layer: Any) -> str | None:
     dtype = layer.get_state_dtype()[1]
     if dtype != torch.float32:
         return f"its states are {dtype} and ModelOpt rounds float32; pass --mamba-ssm-cache-dtype float32"
+    return None
+
+
+def why_not_packed(layer: Any) -> str | None:
+    """Why the states of a layer are not packed though they should be, or None."""
+    if getattr(layer, "tq_template", None) is None:
+        return f"{type(layer).__name__} has no packed form"
     return None
 
 

@@ -95,11 +95,12 @@ class VllmAdapter:
     def __init__(self) -> None:
         global _norm_ops
         from vllm import envs, ir
-        from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-        from vllm.model_executor.layers.fusion import quant_activation
+        from vllm.model_executor.layers.activation import GeluAndMul, ReLUSquaredActivation, SiluAndMul
+        from vllm.model_executor.layers.fusion import fused_act_quant, quant_activation
         from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
         from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
         from vllm.model_executor.layers.quantization.utils import quant_utils
+        from vllm.utils.torch_utils import weak_ref_tensor
 
         from tq.contract.kernels import CONSUMERS
 
@@ -110,29 +111,38 @@ class VllmAdapter:
             reads: Reads
             zero_point: torch.Tensor | None = None
 
+            def weak_ref(self) -> Any:
+                weak: Any = super().weak_ref()
+                if self.zero_point is not None:
+                    weak.zero_point = weak_ref_tensor(self.zero_point)
+                return weak
+
         _norm_ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
-        self._silu_mul, self._gelu_mul, self._quantizer = SiluAndMul, GeluAndMul, QuantFP8
+        self._silu_mul, self._quantizer = SiluAndMul, QuantFP8
+        self._acts: dict[str, Any] = {"silu_mul": SiluAndMul, "gelu_mul": GeluAndMul, "relu2": ReLUSquaredActivation}
         self._producers = {
             RMSNorm: "rms_norm",
             GemmaRMSNorm: "gemma_rms_norm",
-            SiluAndMul: "silu_mul",
-            GeluAndMul: "gelu_mul",
+            **{act: name for name, act in self._acts.items()},
         }
+        # On some GPUs vLLM has its own op for relu2 and a static scale, which rounds before it quantizes.
+        self._own_relu2 = (ReLUSquaredActivation, quant_utils.kFp8StaticTensorSym) in fused_act_quant._FUSED_ACT_QUANT
         self._activation = Activation
         self._consumers = CONSUMERS
         self.get_input_quant_key = quant_activation.get_input_quant_key
         scales.own_accessor = getattr(quant_activation, "get_input_quant_scales", None)
         # What a kernel of vLLM reads that names its key itself. FP8 keys carry fnuz codes on some AMD GPUs.
         self.native = {
-            key: Reads(key, scheme, layout)
-            for key, scheme, layout in (
-                (quant_utils.kFp8StaticTensorSym, "fp8_tensor", "row_major"),
-                (quant_utils.kFp8DynamicTokenSym, "fp8_token", "row_major"),
-                (quant_utils.kFp8Dynamic128Sym, "fp8_group128", "row_major"),
-                (quant_utils.kMxfp8Dynamic, "mxfp8", "swizzled_128x4"),
-                (quant_utils.kNvfp4Dynamic, "nvfp4", "swizzled_128x4"),
+            reads.key: reads
+            for reads in (
+                Reads(quant_utils.kFp8StaticTensorSym, "fp8_tensor", "row_major"),
+                Reads(quant_utils.kFp8DynamicTokenSym, "fp8_token", "row_major"),
+                Reads(quant_utils.kFp8Dynamic128Sym, "fp8_group128", "row_major"),
+                # FlashInfer takes scales of two dimensions for row-major ones.
+                Reads(quant_utils.kMxfp8Dynamic, "mxfp8", "swizzled_128x4", flat=True),
+                Reads(quant_utils.kNvfp4Dynamic, "nvfp4", "swizzled_128x4"),
             )
-            if key.dtype != torch.float8_e4m3fnuz and consumers.has_scheme(scheme, layout)
+            if reads.key.dtype != torch.float8_e4m3fnuz and consumers.has_scheme(reads.scheme, reads.layout)
         }
         # Read once: a process does not change its mode, and reading the environment costs time in each forward.
         self.refuses_all = "batch-invariant mode uses its own kernels" if envs.VLLM_BATCH_INVARIANT else None
@@ -160,9 +170,8 @@ class VllmAdapter:
         inductor = config is not None and config.compilation_config.backend == "inductor"
         self._fp8_is_written = inductor and self._quantizer.enabled()
         self._inductor = INDUCTOR_ROUNDING.get(current_platform.device_type) if inductor else None
-        acts: dict[str, Any] = {"silu_mul": self._silu_mul, "gelu_mul": self._gelu_mul}
         self._native_acts = {
-            name: inductor and (current_platform.is_cpu() or not act.enabled()) for name, act in acts.items()
+            name: inductor and (current_platform.is_cpu() or not act.enabled()) for name, act in self._acts.items()
         }
 
     def producer_of(self, module: Any) -> str | None:
@@ -185,7 +194,11 @@ class VllmAdapter:
             # Always the torch formula: no kernel of vLLM's takes the fp32 weight 1 + w.
             return (_GEMMA_ROUNDING if inductor is None else inductor.norm).options(has_residual)
         native = self._native_acts.get(producer, False)
-        return {"rounding": inductor.act if inductor is not None and native else _ACT_ROUNDING}
+        rounding = inductor.act if inductor is not None and native else _ACT_ROUNDING
+        if producer == "relu2":
+            own = self._own_relu2 and reads.scheme == "fp8_tensor"
+            rounding = "none" if rounding == "none" and not own else "output"
+        return {"rounding": rounding}
 
     def implementation(self, producer: str, has_residual: bool) -> str:
         return _norm_implementation(has_residual) if producer == "rms_norm" else ""
@@ -201,6 +214,8 @@ class VllmAdapter:
     ) -> Any:
         if scale.dtype is not torch.float32 and scale.dtype is not torch.int32:
             scale = scale.view(reads.key.scale.dtype)  # one byte each, whatever they are called
+        if reads.flat:
+            scale = scale.view(-1)
         return self._activation(data, scale, dtype, shape, reads.key, reads, zero_point)
 
 
@@ -253,6 +268,19 @@ def hook_model_loading(after: Callable[[torch.nn.Module], None]) -> None:
 
     for loader in LOADERS:
         _wrap(import_module(f"vllm.model_executor.model_loader.{loader}"), "process_weights_after_loading", process)
+
+
+def hook_model_building(before: Callable[[], None], after: Callable[[torch.nn.Module], None]) -> None:
+    """Call `before()` and `after(model)` around the building of a model, whose weights are not there yet."""
+
+    def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before()
+        model = original(*args, **kwargs)
+        after(model)
+        return model
+
+    for loader in LOADERS:
+        _wrap(import_module(f"vllm.model_executor.model_loader.{loader}"), "initialize_model", build)
 
 
 def hook_cache_identity(fingerprint: Callable[[], str]) -> None:

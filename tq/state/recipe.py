@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 import yaml  # type: ignore[import-untyped]
 
 from tq.state.formats import GRANULARITIES
+from tq.state.ring import LONGEST
 
 OP = "state recipe"
 
 
 class StateOptions(NamedTuple):
-    """The code and granularity of `tq.state.qdq_`."""
+    """The code and granularity of `tq.state.qdq_`; with `packed`, of a `tq.state.PackedState` whose ring has `replay`
+    entries, 0 for none."""
 
     code: str
     granularity: str
+    packed: bool = False
+    replay: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,11 @@ def read_recipe(path: str | Path) -> Recipe:
 def parse_recipe(document: Any) -> Recipe:
     """quantize: {quant_cfg: [{quantizer_name, enable, cfg}, ...], algorithm: null} -> its rules.
 
-    cfg of a state: num_bits 8 or [4, 3] (or e4m3); type dynamic; axis [0, 1] (a scale a head) or block_sizes {-1: 16,
-    32 or 64} (that many value channels of a key channel, ModelOpt's states being keys by values); narrow_range;
-    unsigned false. Every other key or value is an error that names it, so that no recipe is followed by half.
+    cfg of a state: num_bits 8 or [4, 3] (or e4m3); type dynamic; axis [0, 1], [0, 1, 3] or [0, 1, 2] (a scale a head, a
+    value channel or a key channel, ModelOpt's states being keys by values) or block_sizes {-1: 16, 32 or 64} (that many
+    value channels of a key channel); narrow_range; unsigned false. Two keys are not ModelOpt's: packed true keeps the
+    codes in the cache, and replay L lets a state be rounded once in L tokens. Every other key or value is an error that
+    names it, so that no recipe is followed by half.
     """
     top = fields("the document", document, ("quantize", "metadata"))
     quantize = fields("quantize", top.get("quantize"), ("quant_cfg", "algorithm"))
@@ -114,7 +120,7 @@ def parse_rule(entry: Any) -> tuple[str, StateOptions | None]:
 
 def parse_quantizer(name: str, cfg: Any) -> StateOptions:
     """The options that a quantizer's attributes come to."""
-    keys = ("num_bits", "type", "axis", "block_sizes", "narrow_range", "unsigned")
+    keys = ("num_bits", "type", "axis", "block_sizes", "narrow_range", "unsigned", "packed", "replay")
     given = fields(f"cfg of {name}", cfg, keys)
     expect(f"type of {name}", given.get("type"), ("dynamic",), "a state has no amax that could be calibrated")
     expect(f"unsigned of {name}", given.get("unsigned", False), (False,))
@@ -123,9 +129,23 @@ def parse_quantizer(name: str, cfg: Any) -> StateOptions:
     bits = given.get("num_bits")
     if bits in ([4, 3], (4, 3), "e4m3"):
         expect(f"narrow_range of {name}", narrow, (False,), "FP8 has no other range")
-        return StateOptions("fp8_e4m3", parse_granularity(name, given))
+        return StateOptions("fp8_e4m3", parse_granularity(name, given), *parse_storage(name, given))
     expect(f"num_bits of {name}", bits, (8,), "or [4, 3]")
-    return StateOptions("int8_narrow" if narrow else "int8", parse_granularity(name, given))
+    code = "int8_narrow" if narrow else "int8"
+    return StateOptions(code, parse_granularity(name, given), *parse_storage(name, given))
+
+
+def parse_storage(name: str, given: dict[str, Any]) -> tuple[bool, int]:
+    """(whether a state is kept packed, entries of its ring)"""
+    packed, replay = given.get("packed", False), given.get("replay", 0)
+    expect(f"packed of {name}", packed, (True, False))
+    longest = LONGEST if packed else 0
+    expect(f"replay of {name}", replay, tuple(range(longest + 1)), "a ring's entries, and packed true with one")
+    return packed, replay
+
+
+# Axes kept by ModelOpt, of slots, heads, keys and values.
+_AXES = {(0, 1): "head", (0, 1, 3): "value_channel", (0, 1, 2): "key_channel"}
 
 
 def parse_granularity(name: str, given: dict[str, Any]) -> str:
@@ -133,8 +153,9 @@ def parse_granularity(name: str, given: dict[str, Any]) -> str:
     if (axis is None) == (blocks is None):
         raise ValueError(f"{OP}: {name} must have either axis or block_sizes, got axis={axis!r} and {blocks!r}")
     if blocks is None:
-        expect(f"axis of {name}", list(axis) if isinstance(axis, tuple) else axis, ([0, 1],), "a scale a slot and head")
-        return "head"
+        kept: Any = list(axis) if isinstance(axis, tuple) else axis
+        expect(f"axis of {name}", kept, tuple(map(list, _AXES)), "of slots, heads, keys and values")
+        return _AXES[tuple(kept)]
     size = fields(f"block_sizes of {name}", blocks, (-1,)).get(-1)
     if f"group{size}" not in GRANULARITIES:
         raise ValueError(f"{OP}: block_sizes of {name} must be {{-1: 16, 32 or 64}}, got {blocks!r}")
@@ -145,12 +166,19 @@ def write_rule(name: str, options: StateOptions | None) -> dict[str, Any]:
     """An entry of quant_cfg that `parse_rule` reads as these options."""
     if options is None:
         return {"quantizer_name": name, "enable": False}
-    group = options.granularity.removeprefix("group")
-    shared: dict[str, Any] = {"axis": [0, 1]} if options.granularity == "head" else {"block_sizes": {-1: int(group)}}
+    axes = {granularity: list(axis) for axis, granularity in _AXES.items()}
+    cfg: dict[str, Any] = {"num_bits": 8, "type": "dynamic"}
+    if options.granularity in axes:
+        cfg["axis"] = axes[options.granularity]
+    else:
+        cfg["block_sizes"] = {-1: int(options.granularity.removeprefix("group"))}
     if options.code == "fp8_e4m3":
-        return {"quantizer_name": name, "cfg": {"num_bits": [4, 3], "type": "dynamic", **shared}}
-    narrow = options.code == "int8_narrow"
-    return {"quantizer_name": name, "cfg": {"num_bits": 8, "type": "dynamic", "narrow_range": narrow, **shared}}
+        cfg["num_bits"] = [4, 3]
+    else:
+        cfg["narrow_range"] = options.code == "int8_narrow"
+    if options.packed:
+        cfg |= {"packed": True, "replay": options.replay}
+    return {"quantizer_name": name, "cfg": cfg}
 
 
 def fields(what: str, value: Any, known: tuple) -> dict:
@@ -168,5 +196,5 @@ def fields(what: str, value: Any, known: tuple) -> dict:
 def expect(what: str, value: Any, allowed: tuple, why: str = "") -> None:
     """Raises ValueError unless `value` is one of `allowed`, of the same type (True is not 1)."""
     if not any(type(value) is type(each) and value == each for each in allowed):
-        wanted = " or ".join(map(str, allowed))
+        wanted = " or ".join(map(str, allowed)) if len(allowed) < 8 else f"{allowed[0]} to {allowed[-1]}"
         raise ValueError(f"{OP}: {what} must be {wanted}{', ' + why if why else ''}; got {value!r}")

@@ -1,0 +1,443 @@
+"""Layers with packed states in vLLM: what their slots hold, what each kind of call does to them, and what is refused.
+vLLM's layers are stood in for, but where its own classes are what is asked about."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from itertools import pairwise
+from math import prod
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import DEVICE
+from state_helpers import indices, numbers, sigmoid, softplus, step
+
+from tq import state as tq_state
+from tq.contract import packed_layers, packed_state, state
+from tq.state import StateOptions
+
+HEADS, SIZE, SLOTS = 2, 16, 7
+CFG = "num_bits: 8, type: dynamic, axis: [0, 1, 3], packed: true"
+RECIPE = """
+quantize:
+  quant_cfg:
+    - quantizer_name: '*_state_quantizer'
+      cfg: {{{cfg}}}
+    - quantizer_name: 'plain*'
+      enable: false
+"""
+GARBAGE = 0x7F  # large numbers as fp32 and bf16, as what another request has left
+
+
+class Base(torch.nn.Module):
+    """What a layer of vLLM has that matters here: one key head for two of GDN, dims, gates, pages."""
+
+    def __init__(self, config, vllm_config, prefix="", **rest):
+        super().__init__()
+        self.prefix, self.num_spec, self.tp_size, self.seen = prefix, vllm_config.num_spec, 1, []
+        self.num_v_heads = self.local_num_heads = HEADS
+        self.num_k_heads = HEADS if self.kda else 1
+        self.head_k_dim = self.head_v_dim = self.head_dim = SIZE
+        self.local_projection_size, self.activation, self.gate_lower_bound = HEADS * SIZE, "silu", None
+        channels = (2 * self.num_k_heads + HEADS) * SIZE
+        self.conv1d = SimpleNamespace(weight=torch.zeros(channels, 1, 4, device=DEVICE), bias=None)
+        gates = HEADS * SIZE if self.kda else HEADS
+        self.A_log = torch.linspace(-1, 1, HEADS, device=DEVICE)
+        self.dt_bias = torch.linspace(-1, 0, gates, device=DEVICE)
+        self.cache_config = vllm_config.cache_config
+
+    def get_state_shape(self):
+        return (3, self.conv1d.weight.shape[0]), (HEADS, SIZE, SIZE)
+
+    def get_state_dtype(self):
+        return torch.bfloat16, torch.float32
+
+    def bind_kv_cache(self, kv_cache):
+        offset, views = 0, []
+        for shape, dtype in zip(self.get_state_shape(), self.get_state_dtype(), strict=True):
+            size = prod(shape) * dtype.itemsize
+            views.append(kv_cache[:, offset : offset + size].view(dtype).view(-1, *shape))
+            offset += size
+        self.kv_cache = tuple(views)
+
+    def run(self, q, k, v, log_decay, beta, initial_state, cu_seqlens):
+        """Chunks, token by token in float64: [1, tokens, heads, ...] -> (outputs, final states)."""
+        self.seen.append(initial_state.clone())
+        bounds = cu_seqlens.tolist()
+        q, k, v, log_decay, beta, states = numbers(q[0], k[0], v[0], log_decay[0], beta[0], initial_state)
+        out, group = np.zeros(v.shape), v.shape[1] // q.shape[1]
+        for i, (begin, end) in enumerate(pairwise(bounds)):
+            for token in range(begin, end):
+                for h in range(HEADS):
+                    given = q[token, h // group], k[token, h // group], v[token, h], log_decay[token, h], beta[token, h]
+                    states[i, h], out[token, h] = step(states[i, h], *given, SIZE**-0.5, normalize=self.kda)
+        self.final = torch.from_numpy(states).float().to(DEVICE)
+        return torch.from_numpy(out[None]).float().to(DEVICE), self.final
+
+    def o_norm(self, out, gate):
+        return out * gate
+
+
+class QwenGatedDeltaNetAttention(Base):
+    kda = False
+
+    def chunk_gated_delta_rule(self, q, k, v, g, beta, initial_state, cu_seqlens, **rest):
+        return self.run(q, k, v, g, beta, initial_state, cu_seqlens)
+
+    def _warmup_prefill_kernels(self, *arguments):
+        self.seen.append("warm-up")
+
+    def _forward_core(self, *arguments):
+        self.seen.append("plain")
+
+
+class KimiGatedDeltaNetAttention(Base):
+    kda = True
+
+    def _forward(self, **arguments):
+        self.seen.append("plain")
+
+
+def prepared(conv_output, a, b, A_log, dt_bias, num_k_heads, **rest):
+    """q, k (normalized) and v of each head, log decays, betas."""
+    keys = num_k_heads * SIZE
+    q, k, v = (each.unflatten(1, (-1, SIZE)).float() for each in conv_output.split([keys, keys, HEADS * SIZE], 1))
+    q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+    return q, k, v, -A_log.exp() * torch.nn.functional.softplus(a + dt_bias), b.sigmoid()
+
+
+def chunk_kda(q, k, v, raw_g, raw_beta, A_log, g_bias, initial_state, cu_seqlens, **rest):
+    """Bound to a layer by `kernels`."""
+    raw = raw_g.float() + g_bias.unflatten(0, (HEADS, SIZE))
+    log_decay = -A_log.exp()[:, None] * torch.nn.functional.softplus(raw)
+    return chunk_kda.layer.run(q, k, v, log_decay, raw_beta.sigmoid(), initial_state, cu_seqlens)
+
+
+NATIVE = SimpleNamespace(
+    QwenGatedDeltaNetAttention=QwenGatedDeltaNetAttention,
+    KimiGatedDeltaNetAttention=KimiGatedDeltaNetAttention,
+    is_conv_state_dim_first=lambda: False,
+    causal_conv1d_fn=lambda x, *rest, **named: x,
+    causal_conv1d_update=lambda x, *rest, **named: x,
+    fused_post_conv_prep=prepared,
+    chunk_kda_with_fused_gate=chunk_kda,
+)
+CACHE = {
+    "mamba_cache_mode": "none", "use_kda_recoverssm": False, "use_replayssm": False, "mamba_ssm_cache_dtype": "auto",
+}  # fmt: skip
+
+
+def config():
+    return SimpleNamespace(cache_config=SimpleNamespace(**CACHE), kv_transfer_config=None, num_spec=0)
+
+
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    """Makes layers with pages full of garbage."""
+    monkeypatch.setattr(packed_layers, "platform_refusal", lambda: None)
+
+    def build(kind, replay=0, prefix="layers.0.mixer"):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(RECIPE.format(cfg=f"{CFG}, replay: {replay}"))
+        monkeypatch.setenv("TQ_STATE_RECIPE", str(path))
+        if kind == "gdn":
+            made = packed_layers.gdn_layer(NATIVE)
+        else:
+            pytest.importorskip("vllm.compilation.breakable_cudagraph")
+            monkeypatch.setattr(packed_layers, "import_module", lambda name: NATIVE)
+            made = packed_layers.kda_layer(NATIVE)
+        layer = made(None, config(), prefix)
+        chunk_kda.layer = layer
+        shapes, dtypes = layer.get_state_shape(), layer.get_state_dtype()
+        size = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        layer.pages = torch.full((SLOTS, size + 64), GARBAGE, dtype=torch.int8, device=DEVICE)
+        layer.bind_kv_cache(layer.pages)
+        return layer
+
+    return build
+
+
+def call(monkeypatch, layer, decodes, prompts, seed):
+    """One step: decodes [slot], then prompts [(slot, tokens, whether it goes on)] -> (outputs, inputs by name).
+
+    A padded token follows, and a padded request where there are prompts.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1] * len(decodes) + [length for _, length, _ in prompts]
+    tokens, rows = sum(lengths), [*decodes, *(slot for slot, _, _ in prompts)]
+    channels, gates = layer.conv1d.weight.shape[0], layer.dt_bias.numel()
+    shapes = {"qkv": (channels,), "gate": (gates,), "beta": (HEADS,), "out_gate": (HEADS, SIZE)}
+    given = {name: torch.randn(tokens + 1, *shape, generator=generator).to(DEVICE) for name, shape in shapes.items()}
+    bounds = indices([0, *np.cumsum(lengths), tokens] if prompts else [0, *np.cumsum(lengths)])
+    goes_on = [True] * len(decodes) + [continued for _, _, continued in prompts] + [False]
+    m = SimpleNamespace(
+        num_actual_tokens=tokens, num_prefills=len(prompts), num_decodes=len(decodes), num_decode_tokens=len(decodes),
+        non_spec_state_indices_tensor=indices([*rows, 0] if prompts else rows), non_spec_query_start_loc=bounds,
+        has_initial_state=torch.tensor(goes_on, device=DEVICE), chunk_indices=None, chunk_offsets=None,
+    )  # fmt: skip
+    first = len(decodes)
+    m.prefill_state_indices = m.non_spec_state_indices_tensor[first:]
+    m.prefill_has_initial_state = m.has_initial_state[first:]
+    m.prefill_query_start_loc = bounds[first:] - first
+    monkeypatch.setattr(packed_layers, "current_metadata", lambda: {layer.prefix: m})
+    if layer.kda:
+        out = torch.full((1, tokens + 1, HEADS, SIZE), 3.0, device=DEVICE)
+        gate = given["gate"].unflatten(1, (HEADS, SIZE))[None]
+        layer._forward(given["qkv"], gate, torch.ones_like(out[0]), given["beta"][None], out)
+        return out[0, :tokens], given
+    out = torch.full((tokens + 1, HEADS, SIZE), 3.0, device=DEVICE)
+    layer._forward_core(given["qkv"], given["beta"], given["gate"], out)
+    assert (out[tokens:] == 3.0).all()
+    return out[:tokens], given
+
+
+def unpacked(layer, slot):
+    """The state in a slot, [heads, values, keys]."""
+    return tq_state.unpack(layer.tq_state, indices([slot]))[0]
+
+
+def expected_step(layer, before, given, token):
+    """(new state, output) of one token in float64."""
+    qkv, gate, beta, A_log, dt_bias, states = numbers(
+        given["qkv"][token], given["gate"][token], given["beta"][token], layer.A_log, layer.dt_bias, before
+    )
+    keys = layer.num_k_heads * SIZE
+    q, k, v = (each.reshape(-1, SIZE) for each in np.split(qkv, [keys, 2 * keys]))
+    x = softplus(gate + dt_bias).reshape(HEADS, -1)
+    outputs = []
+    for h in range(HEADS):
+        g = h * layer.num_k_heads // HEADS
+        rate = -np.exp(A_log[h]) * (x[h] if layer.kda else x[h, 0])
+        states[h], out = step(states[h], q[g], k[g], v[h], rate, sigmoid(beta[h]), SIZE**-0.5)
+        outputs.append(out)
+    return states, np.stack(outputs)
+
+
+def assert_rounded_once(layer, slot, exact):
+    """What is stored is nowhere further from `exact` than half a code of its value channel."""
+    stored, exact = numbers(unpacked(layer, slot))[0], np.asarray(exact)
+    half = np.abs(exact).max(-1, keepdims=True) / 254
+    assert (np.abs(stored - exact) <= half * 1.001 + 1e-6).all()
+
+
+KINDS = pytest.mark.parametrize("kind", ["gdn", "kda"])
+
+
+@KINDS
+@pytest.mark.parametrize("replay", [0, 4])
+def test_chunks_go_on_from_what_is_stored(make, monkeypatch, kind, replay):
+    """Fresh slots are not read, whatever they hold; final states are rounded once; no other slot changes."""
+    layer = make(kind, replay)
+    before = layer.pages.clone()
+    call(monkeypatch, layer, [], [(5, 6, False), (2, 3, False)], 0)
+    assert layer.seen[0].shape[0] == 3 and not layer.seen[0].any()
+    for row, slot in enumerate((5, 2)):
+        assert_rounded_once(layer, slot, numbers(layer.final[row])[0])
+    stored, kept = unpacked(layer, 5), layer.pages[2].clone()
+    call(monkeypatch, layer, [], [(5, 4, True)], 1)
+    assert torch.equal(layer.seen[1][0], stored) and not torch.equal(unpacked(layer, 5), stored)
+    assert_rounded_once(layer, 5, numbers(layer.final[0])[0])
+    others = [slot for slot in range(SLOTS) if slot not in (5, 2)]
+    assert torch.equal(layer.pages[others], before[others]) and torch.equal(layer.pages[2], kept)
+
+
+@KINDS
+@pytest.mark.parametrize("replay", [0, 4])
+def test_steps_of_decoding(make, monkeypatch, kind, replay):
+    """Outputs are those of a step in float64; the state is rounded by each, or is kept in the ring until it is full."""
+    layer = make(kind, replay)
+    call(monkeypatch, layer, [], [(5, 6, False), (2, 3, False)], 0)
+    kept, codes = layer.pages[2].clone(), layer.tq_state.codes[5].clone()
+    close = {"rtol": 1e-2, "atol": 1e-2} if replay else {"rtol": 1e-5, "atol": 1e-5}  # entries of a ring are bf16
+    for token in range(5):
+        start = unpacked(layer, 5)
+        out, given = call(monkeypatch, layer, [5], [], 2 + token)
+        exact, want = expected_step(layer, start, given, 0)
+        np.testing.assert_allclose(numbers(out[0])[0], want, **close)
+        if not replay or token == replay - 1:
+            if not replay:
+                assert_rounded_once(layer, 5, exact)
+            assert not torch.equal(layer.tq_state.codes[5], codes)
+            codes = layer.tq_state.codes[5].clone()
+        else:
+            assert torch.equal(layer.tq_state.codes[5], codes)
+            np.testing.assert_allclose(numbers(unpacked(layer, 5))[0], exact, **close)
+    assert torch.equal(layer.pages[2], kept)
+
+
+@KINDS
+def test_decodes_meet_prompts(make, monkeypatch, kind):
+    """A step of one request and a chunk of another in one call: each as it would have been alone."""
+    layer = make(kind, 4)
+    call(monkeypatch, layer, [], [(5, 6, False), (2, 3, False)], 0)
+    call(monkeypatch, layer, [5], [], 1)
+    start = unpacked(layer, 5)
+    out, given = call(monkeypatch, layer, [5], [(2, 4, True), (3, 2, False)], 2)
+    exact, want = expected_step(layer, start, given, 0)
+    np.testing.assert_allclose(numbers(out[0])[0], want, rtol=1e-2, atol=1e-2)
+    if kind == "kda":  # all rows are chunks
+        assert_rounded_once(layer, 5, numbers(layer.final[0])[0])
+    else:
+        np.testing.assert_allclose(numbers(unpacked(layer, 5))[0], exact, rtol=1e-2, atol=1e-2)
+    assert layer.seen[-1].shape[0] == 3 + (kind == "kda") and not layer.seen[-1][-2:].any()
+    for row, slot in enumerate((2, 3), start=int(kind == "kda")):
+        assert_rounded_once(layer, slot, numbers(layer.final[row])[0])
+
+
+@KINDS
+def test_padding_of_a_captured_step(make, monkeypatch, kind):
+    """Requests with the null slot change nothing."""
+    layer = make(kind)
+    before = layer.pages.clone()
+    call(monkeypatch, layer, [0, 0], [], 0)
+    assert torch.equal(layer.pages, before)
+
+
+@KINDS
+def test_what_a_slot_holds(make, kind):
+    """Shapes and dtypes that vLLM sizes its memory by: a quarter of fp32, and what the ring takes."""
+    layer = make(kind, 4)
+    assert layer.get_state_dtype() == (
+        torch.bfloat16, torch.int8, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.uint8,
+    )  # fmt: skip
+    keys, decays = (HEADS, SIZE) if kind == "kda" else (1, 1)
+    assert layer.get_state_shape()[1:] == (
+        (HEADS, SIZE, SIZE), (HEADS, SIZE, 1), (keys, 4, SIZE), (HEADS, 4, SIZE), (HEADS, 4, decays), (HEADS, SIZE),
+    )  # fmt: skip
+    assert layer.tq_state.codes.data_ptr() - layer.pages.data_ptr() == layer.kv_cache[0][0].nbytes
+    plain = make(kind, prefix="plain.0")
+    assert plain.get_state_shape()[1:] == ((HEADS, SIZE, SIZE),) and plain.tq_template is None
+    assert plain.get_state_dtype() == (torch.bfloat16, torch.float32)
+
+
+@KINDS
+def test_a_layer_that_the_recipe_leaves_out_is_vllms_own(make, monkeypatch, kind):
+    layer = make(kind, prefix="plain.0")
+    monkeypatch.setattr(packed_layers, "current_metadata", lambda: {})
+    if kind == "gdn":
+        layer._forward_core(1, 2, 3, 4)
+    else:
+        layer._forward(mixed_qkv=1, g1=2, g2=3, beta=4, core_attn_out=5)
+    assert layer.seen == ["plain"]
+
+
+@KINDS
+@pytest.mark.parametrize("found", [None, {}])
+def test_while_vllm_profiles(make, monkeypatch, kind, found):
+    layer = make(kind)
+    before = layer.pages.clone()
+    monkeypatch.setattr(packed_layers, "current_metadata", lambda: found)
+    if kind == "gdn":
+        layer._forward_core(1, 2, 3, 4)
+    else:
+        layer._forward(1, 2, 3, 4, 5)
+    assert layer.seen == ["warm-up"] * (kind == "gdn") and torch.equal(layer.pages, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mamba_cache_mode": "align"}, "prefix caching copies states"),
+        ({"use_replayssm": True}, "ReplaySSM"),
+        ({"use_kda_recoverssm": True}, "RecoverSSM"),
+        ({"mamba_ssm_cache_dtype": "bfloat16"}, "--mamba-ssm-cache-dtype bfloat16"),
+        ({"num_spec": 2}, "drafts are verified on states in 3 slots"),
+        ({"kv_transfer_config": object()}, "KV transfer"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(make, change, reason):
+    make("gdn")  # for the recipe
+    made, vllm_config = packed_layers.gdn_layer(NATIVE), config()
+    for name, value in change.items():
+        owner = vllm_config if hasattr(vllm_config, name) else vllm_config.cache_config
+        setattr(owner, name, value)
+    with pytest.raises(ValueError, match=re.escape(reason)) as caught:
+        made(None, vllm_config, "layers.3.mixer")
+    assert "layers.3.mixer" in str(caught.value)
+
+
+def test_a_layer_without_a_packed_form_is_refused(make, monkeypatch):
+    make("kda")
+    monkeypatch.setattr(state, "platform_refusal", lambda: None)
+    layer = type("KimiK3DeltaAttention", (Base,), {"kda": True})(None, config(), "layers.0.mixer")
+    with pytest.raises(ValueError, match="KimiK3DeltaAttention has no packed form"):
+        state.apply_recipe(torch.nn.ModuleList([layer]))
+
+
+def test_a_packed_layer_is_not_rounded_too(make, monkeypatch):
+    layer = make("gdn", 4)
+    monkeypatch.setattr(state, "platform_refusal", lambda: None)
+    before = QwenGatedDeltaNetAttention._forward_core
+    recipe = state.apply_recipe(torch.nn.ModuleList([layer]))
+    assert recipe.rules == ((
+        "layers.0.mixer.gdn_state_quantizer", StateOptions("int8", "value_channel", True, 4)
+    ),)  # fmt: skip
+    assert QwenGatedDeltaNetAttention._forward_core is before and not hasattr(layer, "tq_state_options")
+
+
+def test_only_a_recipe_that_packs_changes_vllms_layers(monkeypatch, tmp_path):
+    called = []
+    monkeypatch.setattr(packed_layers, "register_layers", lambda: called.append(True))
+    monkeypatch.delenv("TQ_STATE_RECIPE", raising=False)
+    packed_layers.prepare_layers()
+    path = tmp_path / "recipe.yaml"
+    monkeypatch.setenv("TQ_STATE_RECIPE", str(path))
+    path.write_text(RECIPE.format(cfg="num_bits: 8, type: dynamic, axis: [0, 1]"))
+    packed_layers.prepare_layers()
+    assert called == []
+    path.write_text(RECIPE.format(cfg=CFG))
+    packed_layers.prepare_layers()
+    assert called == [True]
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """vLLM's registry of replaced layers, restored afterwards."""
+    custom_op = pytest.importorskip("vllm.model_executor.custom_op")
+    monkeypatch.setattr(custom_op, "op_registry_oot", custom_op.op_registry_oot.copy())
+    return custom_op.op_registry_oot
+
+
+@pytest.mark.vllm
+def test_vllm_makes_packed_layers(registry):
+    """Its own classes, asked for a layer, make the packed one, once registered; whose methods take what theirs do."""
+    qwen, kimi = (pytest.importorskip(name) for name in (packed_layers.GDN, packed_layers.KDA))
+    packed_layers.register_layers()
+    packed_layers.register_layers()
+    for native, name, method in (
+        (qwen, "QwenGatedDeltaNetAttention", "_forward_core"),
+        (kimi, "KimiGatedDeltaNetAttention", "_forward"),
+    ):
+        owner = getattr(native, name)
+        made = type(owner.__new__(owner))
+        assert made is registry[name] and issubclass(made, packed_state.PackedCache) and made.__mro__[2] is owner
+        theirs = inspect.signature(inspect.unwrap(getattr(owner, method))).parameters
+        assert list(inspect.signature(inspect.unwrap(getattr(made, method))).parameters) == list(theirs)
+        assert list(inspect.signature(owner.__init__).parameters)[1:4] == ["config", "vllm_config", "prefix"]
+    for name in ("causal_conv1d_fn", "causal_conv1d_update", "fused_post_conv_prep", "is_conv_state_dim_first"):
+        assert callable(getattr(qwen, name)) and (name == "fused_post_conv_prep" or callable(getattr(kimi, name)))
+
+
+@pytest.mark.vllm
+def test_another_plugins_layer_is_not_replaced(registry):
+    pytest.importorskip(packed_layers.GDN)
+    registry["QwenGatedDeltaNetAttention"] = Base
+    with pytest.raises(ValueError, match="must be vLLM's own"):
+        packed_layers.register_layers()
+
+
+@pytest.mark.vllm
+def test_vllm_sizes_its_pages_by_what_layers_declare(make, monkeypatch):
+    vllm_config = pytest.importorskip("vllm.config")
+    layer = make("gdn", 4)
+    monkeypatch.setattr(vllm_config, "get_layers_from_vllm_config", lambda config, kind: {"a": layer, "b": layer})
+    model = type("Model", (torch.nn.Module,), {})()
+    packed_layers.declare_pages(model)
+    assert not hasattr(type(model), "get_mamba_specs_from_config")
+    model.layer = layer
+    packed_layers.declare_pages(model)
+    first, second = type(model).get_mamba_specs_from_config(None)
+    assert first == second and first.page_size_bytes == layer.pages.shape[1] - 64
