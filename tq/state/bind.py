@@ -20,25 +20,26 @@ MAX_HEAD = 1 << 16  # elements of a head that one program can hold
 
 
 class Tuning(NamedTuple):
-    """How programs are shaped. part: elements of one where groups do not need more; max_registers: of a thread, None
-    for the compiler's choice."""
+    """How programs are shaped. part: elements of a block where groups do not need more; max_registers: of a thread, None
+    for the compiler's choice; programs: blocks of a head are one program while there are at least so many."""
 
     elements_per_thread: int = 32
     part: int = 4096
     max_registers: int | None = None
+    programs: int = 1024
 
 
 tuning = Tuning()
-# With codes, what a thread does for its keys and not for its elements costs as much as 40 elements do.
 packed_tuning = Tuning(elements_per_thread=64)
 
 
 class Launch(NamedTuple):
-    """A format on a device, a cut, and the warps of a program."""
+    """A format on a device, a cut, the warps of a program and the most registers of a thread."""
 
     format: DeviceFormat
     cut: Cut
     num_warps: int
+    max_registers: int | None
 
 
 def check_tensor(op: str, name: str, tensor: Any, dtypes: tuple, device: torch.device | None = None) -> None:
@@ -156,7 +157,17 @@ def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, pa
     group_rows = min(by_row, padded(rows)) or padded(rows)
     block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
-    return Cut(*map(constant, (heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts)))
+    return Cut(*map(constant, (heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1)))
+
+
+@lru_cache
+def merged(cut: Cut, batch: int, programs: int) -> Cut:
+    """`cut` with so many blocks in a program that `programs` are left, where a batch has them. Bits do not depend on
+    it: what is added up is of one row."""
+    parts, blocks = cut.PARTS.value, 1
+    while parts > 1 and batch * cut.HEADS.value * (parts // 2) >= programs:
+        parts, blocks = -(-parts // 2), 2 * blocks
+    return cut._replace(PARTS=constant(parts), BLOCKS=constant(blocks))
 
 
 @lru_cache
@@ -178,7 +189,7 @@ def bind_format(
     cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part)
     warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * shape.elements_per_thread)
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
-    return Launch(found, cut, min(max(warps, 1), 32))
+    return Launch(found, cut, min(max(warps, 1), 32), shape.max_registers)
 
 
 def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *arguments: Any, fusion: bool = False) -> None:
@@ -187,8 +198,8 @@ def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *argument
     if programs == 0:
         return
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": fusion}
-    if tuning.max_registers is not None:
-        options["maxnreg"] = tuning.max_registers
+    if launch.max_registers is not None:
+        options["maxnreg"] = launch.max_registers
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*arguments, launch.format, launch.cut, **options)

@@ -48,7 +48,8 @@ NOWHERE = Place(None, 0, IN_ORDER)
 
 
 class Cut(NamedTuple):
-    """How a head is cut: PARTS programs of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x GROUP_COLS."""
+    """How a head is cut: PARTS programs of BLOCKS blocks of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x
+    GROUP_COLS."""
 
     HEADS: tl.constexpr
     ROWS: tl.constexpr
@@ -58,6 +59,7 @@ class Cut(NamedTuple):
     GROUP_ROWS: tl.constexpr
     GROUP_COLS: tl.constexpr
     PARTS: tl.constexpr
+    BLOCKS: tl.constexpr
 
 
 @triton.jit
@@ -115,10 +117,10 @@ def is_first(place, request):
 
 
 @triton.jit
-def elements_of(part, exists, cut):
-    """(offset in the head, whether it exists) of the elements of a part, [BLOCK_ROWS, BLOCK_COLS]; none of a head that
+def elements_of(block, exists, cut):
+    """(offset in the head, whether it exists) of the elements of a block, [BLOCK_ROWS, BLOCK_COLS]; none of a head that
     does not exist (said by a row number: the interpreter makes no mask of a broadcast bool)."""
-    row = (part * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
+    row = (block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
     col = tl.arange(0, cut.BLOCK_COLS)[None, :]
     return row * cut.COLS + col, (row < exists.to(tl.int32) * cut.ROWS) & (col < cut.COLS)
 

@@ -14,7 +14,7 @@ from tq.kernels.producer import check_choice
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, run
 from tq.state.cache import elements_of, find_head, part_of
 from tq.state.qdq import qdq
-from tq.state.step import Activations, bind_gdn, bind_kda, load_step, norm, store_output
+from tq.state.step import Activations, bind_gdn, bind_kda, load_step, load_values, norm, store_output
 
 NULL_SLOT = 0  # the slot that vLLM pads a batch with
 QUANTIZED = ("incoming", "outgoing")
@@ -32,7 +32,8 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
         dtype: tl.constexpr = state.data.dtype.element_ty
         at, inside = elements_of(part, exists, cut)
         tile = tl.load(pointer + at, mask=inside, other=0.0).to(tl.float32)
-        q, k, v, log_decay, beta = load_step(given, request, head, value, in_values, cut)
+        q, k, log_decay, beta = load_step(given, request, head, cut)
+        v = load_values(given, request, head, value, in_values, cut)
         q = (q / norm(q, given) * given.scale)[None, :]
         k = (k / norm(k, given))[None, :]
         if INCOMING:

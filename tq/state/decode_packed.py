@@ -10,21 +10,37 @@ import torch
 import triton
 import triton.language as tl
 
-from tq.state.bind import check_shape, check_tensor, run
+from tq.state import bind
+from tq.state.bind import check_shape, check_tensor, merged, run
 from tq.state.cache import part_of, slot_of
 from tq.state.decode import NULL_SLOT
 from tq.state.packed import PackedState, bind_packed
-from tq.state.packing import contract, decayed, load_packed, store_packed
-from tq.state.ring import fold, read_count, read_entries, total_of, values_of, write_count, write_entry
-from tq.state.step import Activations, bind_gdn, bind_kda, load_step, norm, store_output
+from tq.state.packing import contract, factored, load_packed, multiplied, store_packed, store_product, updated
+from tq.state.ring import (
+    fold,
+    read_count,
+    read_keys,
+    read_updates,
+    total_of,
+    values_of,
+    write_count,
+    write_entry,
+    write_update,
+)
+from tq.state.step import Activations, bind_gdn, bind_kda, load_step, load_values, norm, store_output
 
 
 @triton.jit
-def settle(packed, ring, slot, head, part, count, codes, scale, format, cut):
+def settle(packed, ring, slot, head, part, count, format, cut):
     """The state with all entries of the ring in it, rounded once; the ring is empty then."""
     total = total_of(ring, slot, head, count, cut)
-    tile = fold(decayed(codes, scale, tl.exp(total), cut), ring, slot, head, part, count, total, cut)
-    store_packed(packed, slot, head, part, count >= 0, tile, format, cut)
+    decay = tl.exp(total)
+    for i in range(cut.BLOCKS):
+        block = part * cut.BLOCKS + i
+        codes, scale = load_packed(packed, slot, head, block, count >= 0, cut)
+        tile, factor = factored(codes, scale, decay, format, cut)
+        tile = fold(multiplied(tile, factor), ring, slot, head, block, count, total, cut)
+        store_packed(packed, slot, head, block, count >= 0, tile, format, cut)
 
 
 @triton.jit
@@ -33,48 +49,66 @@ def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.c
     each; with one they are entries of it, which COMMIT counts."""
     request, head, part = part_of(cut)
     slot, exists = slot_of(packed.slots, request)
-    value, in_values = values_of(part, cut)
     if exists:
-        codes, scale = load_packed(packed, slot, head, part, exists, format, cut)
         if ring.keys is not None:
             count = tl.minimum(read_count(ring, slot, head, part, exists, cut), ring.LENGTH - ring.DRAFTS)
             total = total_of(ring, slot, head, count, cut)
         for token in tl.static_range(TOKENS):
             row = request * TOKENS + token
-            q, k, v, log_decay, beta = load_step(given, row, head, value, in_values, cut)
+            # Asked for first, since its way is the longest.
+            codes, scale = load_packed(packed, slot, head, part * cut.BLOCKS, exists, cut)
+            q, k, log_decay, beta = load_step(given, row, head, cut)
             # One factor for all keys: a division of each would cost more than the codes do.
-            q = (q * (given.scale / norm(q, given)))[None, :]
-            k = (k * (1.0 / norm(k, given)))[None, :]
+            q *= given.scale / norm(q, given)
+            k *= 1.0 / norm(k, given)
+            both = tl.sum(k * q, 0)
+            q = q[None, :]
+            k = k[None, :]
             if ring.keys is None:
                 decay = tl.exp(log_decay)
             else:
                 total += log_decay
                 decay = tl.exp(total)
-            known = contract(codes, scale, decay, k, cut)
-            result = contract(codes, scale, decay, q, cut)
+                write_entry(ring, slot, head, part, count + token, k, total, cut)
+                keys = read_keys(ring, slot, head, count + token, total, cut)
+                entries_k = tl.sum(keys * k, 1)
+                entries_q = tl.sum(keys * q, 1)
+            for i in range(cut.BLOCKS):
+                block = part * cut.BLOCKS + i
+                more = exists & (i + 1 < cut.BLOCKS)
+                next_codes, next_scale = load_packed(packed, slot, head, block + 1, more, cut)
+                value, in_values = values_of(block, cut)
+                v = load_values(given, row, head, value, in_values, cut)
+                tile, factor = factored(codes, scale, decay, format, cut)
+                known = contract(tile, k) * factor
+                result = contract(tile, q) * factor
+                if ring.keys is not None:
+                    updates = read_updates(ring, slot, head, block, count + token, cut)
+                    known += tl.sum(updates * entries_k[:, None], 0)
+                    result += tl.sum(updates * entries_q[:, None], 0)
+                update = (v - known) * beta
+                result += update * both
+                store_output(given, row, head, value, in_values, result, cut)
+                if ring.keys is None:
+                    tile, factor = updated(tile, factor, update, k, cut)
+                    store_product(packed, slot, head, block, exists, tile, factor, format, cut)
+                else:
+                    write_update(ring, slot, head, block, count + token, update, cut)
+                codes, scale = next_codes, next_scale
             if ring.keys is not None:
-                keys, updates = read_entries(ring, slot, head, part, count + token, total, cut)
-                known += tl.sum(updates * tl.sum(keys * k, 1)[:, None], 0)
-                result += tl.sum(updates * tl.sum(keys * q, 1)[:, None], 0)
-            update = (v - known) * beta
-            result += update * tl.sum(k * q, 1)
-            store_output(given, row, head, value, in_values, result, cut)
-            if ring.keys is None:
-                tile = decayed(codes, scale, decay, cut) + update[:, None] * k
-                store_packed(packed, slot, head, part, exists, tile, format, cut)
-            else:
-                write_entry(ring, slot, head, part, count + token, k, update, total, cut)
                 tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
         if COMMIT:
             count += TOKENS
             if count + ring.DRAFTS > ring.LENGTH:
-                settle(packed, ring, slot, head, part, count, codes, scale, format, cut)
+                settle(packed, ring, slot, head, part, count, format, cut)
                 count = count * 0
             write_count(ring, slot, head, part, count, cut)
     else:
         for token in tl.static_range(TOKENS):
-            nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
-            store_output(given, request * TOKENS + token, head, value, in_values, nothing, cut)
+            for i in range(cut.BLOCKS):
+                value, in_values = values_of(part * cut.BLOCKS + i, cut)
+                nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
+                store_output(given, request * TOKENS + token, head, value, in_values, nothing, cut)
 
 
 @triton.jit
@@ -92,8 +126,7 @@ def commit_kernel(packed, ring, accepted, FLUSH: tl.constexpr, format, cut):
         if FLUSH:
             full = count > 0
         if full:
-            codes, scale = load_packed(packed, slot, head, part, exists, format, cut)
-            settle(packed, ring, slot, head, part, count, codes, scale, format, cut)
+            settle(packed, ring, slot, head, part, count, format, cut)
             count = count * 0
         write_count(ring, slot, head, part, count, cut)
 
@@ -178,7 +211,9 @@ def decode_packed(
         raise ValueError(f"{op}: mixed_qkv must have verify={tokens} rows a request, got {given.qkv.data.shape[0]}")
     constants = tokens, state.ring is not None and verify is None
     arguments = bound.packed, bound.ring, given, *constants
-    run(decode_packed_kernel, slots.shape[0], bound.launch, state.codes.device, *arguments, fusion=True)
+    cut = merged(bound.launch.cut, slots.shape[0], bind.packed_tuning.programs)
+    launch = bound.launch._replace(cut=cut)
+    run(decode_packed_kernel, slots.shape[0], launch, state.codes.device, *arguments, fusion=True)
 
 
 def commit_(

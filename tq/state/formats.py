@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tq.kernels.codes import E4M3, INT8, INT8_NARROW, Code, DeviceCode
 from tq.kernels.device import divide, exact_reciprocal
-from tq.kernels.target import Target
+from tq.kernels.target import INTERPRETED, Target
 
 
 class Granularity(NamedTuple):
@@ -40,6 +40,7 @@ class DeviceFormat(NamedTuple):
     restore: Any
     pack: Any = None
     unpack: Any = None
+    unpack_words: Any = None
 
 
 AS_IT_IS = DeviceFormat(None, None, None)
@@ -51,7 +52,8 @@ class Format:
     restore(value of a code, scale, element) -> value of the state, with the sign of the element even if it is zero.
 
     pack(value) -> byte and unpack(byte) -> value are the code's own for values that a scale has brought into range;
-    None: its encoder. unpack_native: the same as unpack, where the target has the conversion.
+    None: its encoder. unpack_native: the same as unpack, where the target has the conversion. unpack_words: the same
+    for words of four bytes; None: there is nothing to gain by it.
     """
 
     name: str
@@ -61,12 +63,14 @@ class Format:
     pack: Any = None
     unpack: Any = None
     unpack_native: Any = None
+    unpack_words: Any = None
 
     def device(self, target: Target) -> DeviceFormat:
         code = self.code.device(target)
         native = self.unpack_native is not None and self.code.name in target.native_codes
         unpack = self.unpack_native if native else self.unpack
-        return DeviceFormat(code, self.scale, self.restore, self.pack or code.encode, unpack or code.decode)
+        bytewise = self.pack or code.encode, unpack or code.decode
+        return DeviceFormat(code, self.scale, self.restore, *bytewise, self.unpack_words)
 
 
 @triton.jit
@@ -115,20 +119,59 @@ def unpack_int8(byte):
 
 
 @triton.jit
+def unpack_int8_words(word):
+    """`unpack_int8` of words [rows, n] as [rows, 4 n]: a word costs a shift, four logical operations and four sums.
+
+    The second and fourth byte stay a byte higher: there they count whole numbers from 2^15 on.
+    """
+    # Zero, but no compiler knows: one operation takes a word, one known number and one unknown number, but not two
+    # known ones.
+    unknown = tl.program_id(1)
+    low, high = unknown + 0x4B000080, unknown + 0x47008000
+    upper = word >> 16
+    first = ((word & 0xFF) ^ low).to(tl.float32, bitcast=True) - 8388736.0
+    second = ((word & 0xFF00) ^ high).to(tl.float32, bitcast=True) - 32896.0
+    third = ((upper & 0xFF) ^ low).to(tl.float32, bitcast=True) - 8388736.0
+    fourth = ((upper & 0xFF00) ^ high).to(tl.float32, bitcast=True) - 32896.0
+    values = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(values, [word.shape[0], 4 * word.shape[1]])
+
+
+@triton.jit
 def unpack_e4m3_native(byte):
     """The value of an E4M3 byte, by the conversion instruction of sm_89 and newer."""
     return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
+INT8_BYTES = {
+    "pack": pack_int8,
+    "unpack": unpack_int8,
+    "unpack_words": unpack_int8_words,
+}
 # ModelOpt scales by 127 / amax in the narrow range and in the full one; there -128 is a code that no value reaches.
 FORMATS = {
     each.name: each
     for each in (
-        Format("int8", INT8, scale_by_division, restore_by_division, pack_int8, unpack_int8),
-        Format("int8_narrow", INT8_NARROW, scale_by_division, restore_by_division, pack_int8, unpack_int8),
+        Format("int8", INT8, scale_by_division, restore_by_division, **INT8_BYTES),
+        Format("int8_narrow", INT8_NARROW, scale_by_division, restore_by_division, **INT8_BYTES),
         Format("fp8_e4m3", E4M3, scale_by_reciprocal, restore_by_reciprocal, unpack_native=unpack_e4m3_native),
     )
 }
+
+
+@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(tile):
+    """max |x| of [groups, rows of a group, groups, columns of a group], kept in [groups, 1, groups, 1]; NaN if any is."""
+    if INTERPRETED:  # whose maximum skips NaN; as integers, every NaN is above infinity
+        bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        return tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
+    magnitude = tl.abs(tile)
+    return tl.reduce(tl.reduce(magnitude, 3, larger, keep_dims=True), 1, larger, keep_dims=True)
 
 
 @triton.jit
@@ -138,9 +181,7 @@ def fit(tile, format):
 
     They are 0 and 1 where amax <= 2^-24, and 0 and NaN where an element is NaN or infinite.
     """
-    # As integers, magnitudes are in order and every NaN is above infinity; a maximum of floats would skip NaN.
-    bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
+    amax = largest_magnitude(tile)
     usable = (amax > 5.9604644775390625e-08) & (amax < float("inf"))
     scale = format.scale(tl.where(usable, amax, 1.0), format.code.MAX)
     otherwise = tl.where(amax < 1.0, 1.0, float("nan"))
