@@ -15,6 +15,7 @@ from tq.kernels.target import target_of
 from tq.state.cache import IN_ORDER, Cut, Place, Slots
 from tq.state.formats import AS_IT_IS, FORMATS, GRANULARITIES, DeviceFormat, Granularity
 
+STAGES = 3
 LAYOUTS = ("value_first", "key_first")
 MAX_HEAD = 1 << 16  # elements of a head that one program can hold
 
@@ -157,7 +158,7 @@ def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, pa
     group_rows = min(by_row, padded(rows)) or padded(rows)
     block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
-    return Cut(*map(constant, (heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1)))
+    return Cut(*map(constant, (heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1, STAGES)))
 
 
 @lru_cache

@@ -49,7 +49,7 @@ NOWHERE = Place(None, 0, IN_ORDER)
 
 class Cut(NamedTuple):
     """How a head is cut: PARTS programs of BLOCKS blocks of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x
-    GROUP_COLS."""
+    GROUP_COLS. STAGES: blocks of a program whose loads are under way at once, where they are fed to matrix products."""
 
     HEADS: tl.constexpr
     ROWS: tl.constexpr
@@ -60,6 +60,7 @@ class Cut(NamedTuple):
     GROUP_COLS: tl.constexpr
     PARTS: tl.constexpr
     BLOCKS: tl.constexpr
+    STAGES: tl.constexpr
 
 
 @triton.jit

@@ -33,7 +33,8 @@ GRANULARITIES = {
 
 
 class DeviceFormat(NamedTuple):
-    """A format as a kernel takes it; with None in it, states are left as they are."""
+    """A format as a kernel takes it; with None in it, states are left as they are. INTEGERS: its codes are int8, and the
+    target multiplies matrices of them."""
 
     code: DeviceCode | None
     scale: Any
@@ -41,6 +42,7 @@ class DeviceFormat(NamedTuple):
     pack: Any = None
     unpack: Any = None
     unpack_words: Any = None
+    INTEGERS: tl.constexpr = tl.constexpr(False)
 
 
 AS_IT_IS = DeviceFormat(None, None, None)
@@ -70,7 +72,8 @@ class Format:
         native = self.unpack_native is not None and self.code.name in target.native_codes
         unpack = self.unpack_native if native else self.unpack
         bytewise = self.pack or code.encode, unpack or code.decode
-        return DeviceFormat(code, self.scale, self.restore, *bytewise, self.unpack_words)
+        integers = self.unpack_words is not None and (target.name == "interpreter" or target.name.startswith("sm_"))
+        return DeviceFormat(code, self.scale, self.restore, *bytewise, self.unpack_words, tl.constexpr(integers))
 
 
 @triton.jit

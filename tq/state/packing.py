@@ -66,8 +66,22 @@ def load_packed(packed, slot, head, block, exists, cut):
     else:
         at, inside = elements_of(block, exists, cut)
         codes = tl.load(start + at, mask=inside, other=0)
+    return codes, load_scales(packed, slot, head, block, exists, cut)
+
+
+@triton.jit
+def load_scales(packed, slot, head, block, exists, cut):
+    """Scales [groups, 1, groups, 1] of a block; zeros of none."""
     at, inside = scales_of(block, exists, cut)
-    return codes, tl.load(head_of_scales(packed, slot, head, cut) + at, mask=inside, other=0.0)
+    return tl.load(head_of_scales(packed, slot, head, cut) + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_integers(packed, slot, head, block, exists, cut):
+    """Codes [BLOCK_ROWS, BLOCK_COLS] as int8, of a block; zeros of none."""
+    at, inside = elements_of(block, exists, cut)
+    start = head_of_codes(packed, slot, head, cut).to(tl.pointer_type(tl.int8))
+    return tl.load(start + at, mask=inside, other=0)
 
 
 @triton.jit

@@ -16,9 +16,14 @@ import triton.language as tl
 
 from tq.kernels.device import round_to
 from tq.kernels.producer import INPUT_DTYPES, check_choice, constant
+from tq.kernels.target import INTERPRETED
 from tq.state.bind import bind_states, check_shape, check_tensor, padded
+from tq.state.packing import contract
 
 LONGEST = 128  # entries; counts are bytes
+LEAST = 16  # entries that a matrix product takes
+# Three bf16 of each fp32, of which the six largest products are added: fp32 but for the order of sums.
+PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
 GATES = ("head", "key_channel")
 
 
@@ -169,7 +174,7 @@ def write_update(ring, slot, head, block, entry, update, cut):
 
 @triton.jit
 def read_keys(ring, slot, head, count, total, cut):
-    """exp(total - G_i) k_i [PADDED, BLOCK_COLS] of the entries in use, zeros of others."""
+    """(k_i [PADDED, BLOCK_COLS], exp(total - G_i) [PADDED, 1 or BLOCK_COLS]) of the entries in use, zeros of others."""
     entry = tl.arange(0, ring.PADDED)
     if ring.DECAYS == 1:
         sums = tl.load(entry_of_decays(ring, slot, head, entry), mask=entry < count, other=0.0)[:, None]
@@ -182,29 +187,34 @@ def read_keys(ring, slot, head, count, total, cut):
     used = entry < count
     key = tl.arange(0, cut.BLOCK_COLS)[None, :]
     keys = tl.load(entry_of_keys(ring, slot, head, entry, cut) + key, mask=used & (key < cut.COLS), other=0.0)
-    return keys.to(tl.float32) * tl.exp(total - sums)
+    return keys.to(tl.float32), tl.exp(total - sums)
+
+
+@triton.jit
+def with_entries(keys, decays, vector):
+    """exp(total - G_i) k_i vector for the vector [1, BLOCK_COLS], [PADDED]."""
+    if decays.shape[1] == 1:
+        sums = contract(keys, vector) * tl.reshape(decays, [keys.shape[0]])
+    else:
+        sums = contract(keys * decays, vector)
+    return sums
 
 
 @triton.jit
 def read_updates(ring, slot, head, block, count, cut):
-    """u_i [PADDED, BLOCK_ROWS] of a block and of the entries in use, zeros of others."""
-    entry = tl.arange(0, ring.PADDED)[:, None]
+    """u_i [BLOCK_ROWS, PADDED] of a block and of the entries in use, zeros of others."""
+    entry = tl.arange(0, ring.PADDED)[None, :]
     value, inside = values_of(block, cut)
-    at = entry_of_updates(ring, slot, head, entry, cut) + value[None, :]
-    return tl.load(at, mask=(entry < count) & inside[None, :], other=0.0).to(tl.float32)
+    at = entry_of_updates(ring, slot, head, entry, cut) + value[:, None]
+    return tl.load(at, mask=(entry < count) & inside[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def fold(tile, ring, slot, head, block, count, total, cut):
     """tile + sum of u_i (exp(total - G_i) k_i)^T over the entries in use, [BLOCK_ROWS, BLOCK_COLS]."""
-    key = tl.arange(0, cut.BLOCK_COLS)
-    value, in_values = values_of(block, cut)
-    for entry in range(0, count):
-        decay = tl.exp(total - total_of(ring, slot, head, entry + 1, cut))
-        k = tl.load(entry_of_keys(ring, slot, head, entry, cut) + key, mask=key < cut.COLS, other=0.0).to(tl.float32)
-        u = tl.load(entry_of_updates(ring, slot, head, entry, cut) + value, mask=in_values, other=0.0).to(tl.float32)
-        tile += u[:, None] * (k[None, :] * decay)
-    return tile
+    keys, decays = read_keys(ring, slot, head, count, total, cut)
+    updates = read_updates(ring, slot, head, block, count, cut)
+    return tile + tl.dot(updates, keys * decays, input_precision=PRECISION)
 
 
 def bind_ring(op: str, ring: Ring, codes: torch.Tensor) -> DeviceRing:
@@ -241,5 +251,5 @@ def bind_ring(op: str, ring: Ring, codes: torch.Tensor) -> DeviceRing:
         )
     ]
     strides = [number for place in places for number in (place.data, place.stride)]
-    constants = heads // key_heads, length, padded(length), width, ring.drafts
+    constants = heads // key_heads, length, max(padded(length), LEAST), width, ring.drafts
     return DeviceRing(*strides, *map(constant, constants))

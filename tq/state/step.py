@@ -120,6 +120,14 @@ def norm(vector, given):
 
 
 @triton.jit
+def load_vectors(given, row, head, cut):
+    """As `load_step`, with q and k normalized and q scaled. One factor for all keys: a division of each would cost more
+    than codes do."""
+    q, k, log_decay, beta = load_step(given, row, head, cut)
+    return q * (given.scale / norm(q, given)), k * (1.0 / norm(k, given)), log_decay, beta
+
+
+@triton.jit
 def store_output(given, row, head, value, in_values, result, cut):
     """Outputs [values] of a row, rounded to their dtype."""
     dtype: tl.constexpr = given.out.dtype.element_ty
