@@ -87,6 +87,15 @@ def exact_reciprocal(value):
 
 
 @triton.jit
+def quotient(value, divisor, inverse):
+    """As `divide`, but with any sign of a zero, and any value for an infinite one."""
+    if INTERPRETED:
+        return tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
+    estimate = value * inverse
+    return tl.fma(tl.fma(-estimate, divisor, value), inverse, estimate)
+
+
+@triton.jit
 def divide(value, divisor, inverse):
     """value / divisor rounded once to fp32 (IEEE), for a positive divisor and `inverse`, 1 / divisor rounded to fp32.
 
@@ -95,11 +104,9 @@ def divide(value, divisor, inverse):
     the divisor. Holds while nothing leaves the normal range; scales are kept in [2^-80, FLT_MAX/448] for that. An
     infinite value gives NaN. The interpreter's fma rounds twice, so it divides.
     """
+    corrected = quotient(value, divisor, inverse)
     if INTERPRETED:
-        quotient = tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
-        return tl.where(tl.abs(value) == float("inf"), float("nan"), quotient)
-    quotient = value * inverse
-    corrected = tl.fma(tl.fma(-quotient, divisor, value), inverse, quotient)
+        return tl.where(tl.abs(value) == float("inf"), float("nan"), corrected)
     # The remainder of -0 is +0, and so would be the sum: the sign is the value's (the divisor is positive).
     sign = value.to(tl.uint32, bitcast=True) & 0x80000000
     return ((corrected.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)

@@ -127,6 +127,56 @@ def elements_of(block, exists, cut):
 
 
 @triton.jit
+def quarter_of(block, exists, quarter, cut):
+    """As `elements_of`, of a quarter of the columns."""
+    row = (block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
+    col = quarter * (cut.BLOCK_COLS // 4) + tl.arange(0, cut.BLOCK_COLS // 4)[None, :]
+    return row * cut.COLS + col, (row < exists.to(tl.int32) * cut.ROWS) & (col < cut.COLS)
+
+
+@triton.jit
+def load_quarters(pointer, block, exists, cut):
+    """The elements of a block, [BLOCK_ROWS, BLOCK_COLS], zeros of none. Loaded by quarters of the columns, a row lies in
+    a quarter of the threads, and a sum over it takes two exchanges less."""
+    if cut.BLOCK_COLS < 16:
+        at, inside = elements_of(block, exists, cut)
+        tile = tl.load(pointer + at, mask=inside, other=0.0)
+    else:
+        at, inside = quarter_of(block, exists, 0, cut)
+        first = tl.load(pointer + at, mask=inside, other=0.0)
+        at, inside = quarter_of(block, exists, 1, cut)
+        second = tl.load(pointer + at, mask=inside, other=0.0)
+        at, inside = quarter_of(block, exists, 2, cut)
+        third = tl.load(pointer + at, mask=inside, other=0.0)
+        at, inside = quarter_of(block, exists, 3, cut)
+        fourth = tl.load(pointer + at, mask=inside, other=0.0)
+        joined = tl.join(tl.join(first, third), tl.join(second, fourth))
+        tile = tl.reshape(tl.permute(joined, [0, 2, 3, 1]), [cut.BLOCK_ROWS, cut.BLOCK_COLS])
+    return tile
+
+
+@triton.jit
+def store_quarters(pointer, block, exists, tile, cut):
+    """The inverse of `load_quarters`."""
+    if cut.BLOCK_COLS < 16:
+        at, inside = elements_of(block, exists, cut)
+        tl.store(pointer + at, tile, mask=inside)
+    else:
+        joined = tl.reshape(tile, [cut.BLOCK_ROWS, 2, 2, cut.BLOCK_COLS // 4])
+        even, odd = tl.split(tl.permute(joined, [0, 3, 1, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        at, inside = quarter_of(block, exists, 0, cut)
+        tl.store(pointer + at, first, mask=inside)
+        at, inside = quarter_of(block, exists, 1, cut)
+        tl.store(pointer + at, second, mask=inside)
+        at, inside = quarter_of(block, exists, 2, cut)
+        tl.store(pointer + at, third, mask=inside)
+        at, inside = quarter_of(block, exists, 3, cut)
+        tl.store(pointer + at, fourth, mask=inside)
+
+
+@triton.jit
 def as_groups(tile, cut):
     """[BLOCK_ROWS, BLOCK_COLS] -> [groups, GROUP_ROWS, groups, GROUP_COLS]"""
     rows: tl.constexpr = cut.BLOCK_ROWS // cut.GROUP_ROWS

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tq.kernels.codes import E4M3, INT8, INT8_NARROW, Code, DeviceCode
-from tq.kernels.device import divide, exact_reciprocal
+from tq.kernels.device import exact_reciprocal, quotient
 from tq.kernels.target import INTERPRETED, Target
 
 
@@ -42,6 +42,7 @@ class DeviceFormat(NamedTuple):
     pack: Any = None
     unpack: Any = None
     unpack_words: Any = None
+    round: Any = None
     INTEGERS: tl.constexpr = tl.constexpr(False)
 
 
@@ -55,7 +56,7 @@ class Format:
 
     pack(value) -> byte and unpack(byte) -> value are the code's own for values that a scale has brought into range;
     None: its encoder. unpack_native: the same as unpack, where the target has the conversion. unpack_words: the same
-    for words of four bytes; None: there is nothing to gain by it.
+    for words of four bytes; None: there is nothing to gain by it. round(value) -> value of the code; None: by the byte.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Format:
     unpack: Any = None
     unpack_native: Any = None
     unpack_words: Any = None
+    round: Any = None
 
     def device(self, target: Target) -> DeviceFormat:
         code = self.code.device(target)
@@ -73,7 +75,8 @@ class Format:
         unpack = self.unpack_native if native else self.unpack
         bytewise = self.pack or code.encode, unpack or code.decode
         integers = self.unpack_words is not None and (target.name == "interpreter" or target.name.startswith("sm_"))
-        return DeviceFormat(code, self.scale, self.restore, *bytewise, self.unpack_words, tl.constexpr(integers))
+        rest = self.unpack_words, self.round, tl.constexpr(integers)
+        return DeviceFormat(code, self.scale, self.restore, *bytewise, *rest)
 
 
 @triton.jit
@@ -104,15 +107,21 @@ def restore_by_reciprocal(value, scale, element):
 def restore_by_division(value, scale, element):
     """value / scale, IEEE. A quarter of it is divided, so that nothing overflows before the quotient does."""
     scale = scale * 4.0
-    value = divide(value, scale, exact_reciprocal(scale)) * 4.0
+    bits = (quotient(value, scale, exact_reciprocal(scale)) * 4.0).to(tl.uint32, bitcast=True)
     sign = element.to(tl.uint32, bitcast=True) & 0x80000000
-    return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return ((bits & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pack_int8(value):
     """The byte of the nearest integer, ties to even, of a value within 127.4; any byte for NaN."""
     return (value + 12582912.0).to(tl.uint32, bitcast=True).to(tl.uint8)
+
+
+@triton.jit
+def round_int8(value):
+    """The nearest integer, ties to even, of a value within 2^22; NaN of NaN."""
+    return (value + 12582912.0) - 12582912.0
 
 
 @triton.jit
@@ -147,6 +156,7 @@ def unpack_e4m3_native(byte):
 
 
 INT8_BYTES = {
+    "round": round_int8,
     "pack": pack_int8,
     "unpack": unpack_int8,
     "unpack_words": unpack_int8_words,
@@ -194,4 +204,8 @@ def fit(tile, format):
 @triton.jit
 def round_groups(tile, scale, back, format):
     """decode(encode(tile * scale)) / back"""
-    return format.restore(format.code.decode(format.code.encode(tile * scale)), back, tile)
+    if format.round is not None:
+        value = format.round(tile * scale)
+    else:
+        value = format.unpack(format.pack(tile * scale))
+    return format.restore(value, back, tile)
