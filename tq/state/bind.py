@@ -21,8 +21,8 @@ MAX_HEAD = 1 << 16  # elements of a head that one program can hold
 
 
 class Tuning(NamedTuple):
-    """How programs are shaped. part: elements of a block where groups do not need more; max_registers: of a thread, None
-    for the compiler's choice; programs: blocks of a head are one program while there are at least so many."""
+    """How programs are shaped. part: elements of a block where groups do not need more; max_registers: of a thread,
+    None for the compiler's choice; programs: blocks of a head are one program while there are at least so many."""
 
     elements_per_thread: int = 32
     part: int = 4096
@@ -31,16 +31,19 @@ class Tuning(NamedTuple):
 
 
 tuning = Tuning()
-packed_tuning = Tuning(elements_per_thread=64)
+packed_tuning = Tuning(elements_per_thread=32, part=2048, programs=2048)
+ring_tuning = Tuning(elements_per_thread=64)  # where codes are only read
 
 
 class Launch(NamedTuple):
-    """A format on a device, a cut, the warps of a program and the most registers of a thread."""
+    """A format on a device, a cut, the warps of a program, the most registers of a thread, and the programs that are
+    enough."""
 
     format: DeviceFormat
     cut: Cut
     num_warps: int
     max_registers: int | None
+    programs: int
 
 
 def check_tensor(op: str, name: str, tensor: Any, dtypes: tuple, device: torch.device | None = None) -> None:
@@ -177,20 +180,26 @@ def device_format(name: str, device: torch.device) -> DeviceFormat:
 
 
 def bind_format(
-    op: str, place: Place, code: str | None, granularity: str, layout: str, whole: bool = False, packed: bool = False
+    op: str,
+    place: Place,
+    code: str | None,
+    granularity: str,
+    layout: str,
+    whole: bool = False,
+    shape: Tuning | None = None,
 ) -> Launch:
-    """Checks the names of a format; None moves states as they are. whole: one program a head. packed: `place` is of
-    codes."""
+    """Checks the names of a format; None moves states as they are. whole: one program a head. shape: None for
+    `tuning`."""
     check_choice(op, "code", code, (*FORMATS, None))
     check_choice(op, "granularity", granularity, tuple(GRANULARITIES))
     check_choice(op, "layout", layout, LAYOUTS)
     check_device(op, place.data.device)
     group = GRANULARITIES[granularity] if code is not None else Granularity(1, 1)
-    shape = packed_tuning if packed else tuning
+    shape = shape or tuning
     cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part)
     warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * shape.elements_per_thread)
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
-    return Launch(found, cut, min(max(warps, 1), 32), shape.max_registers)
+    return Launch(found, cut, min(max(warps, 1), 32), shape.max_registers, shape.programs)
 
 
 def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *arguments: Any, fusion: bool = False) -> None:

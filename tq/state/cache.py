@@ -136,8 +136,8 @@ def quarter_of(block, exists, quarter, cut):
 
 @triton.jit
 def load_quarters(pointer, block, exists, cut):
-    """The elements of a block, [BLOCK_ROWS, BLOCK_COLS], zeros of none. Loaded by quarters of the columns, a row lies in
-    a quarter of the threads, and a sum over it takes two exchanges less."""
+    """The elements of a block, [BLOCK_ROWS, BLOCK_COLS], zeros of none. Loaded by quarters of the columns, a row lies
+    in a quarter of the threads, and a sum over it takes two exchanges less."""
     if cut.BLOCK_COLS < 16:
         at, inside = elements_of(block, exists, cut)
         tile = tl.load(pointer + at, mask=inside, other=0.0)

@@ -10,12 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tq.state import bind
 from tq.state.bind import check_shape, check_tensor, merged, run
 from tq.state.cache import part_of, slot_of
 from tq.state.decode import NULL_SLOT
-from tq.state.packed import PackedState, bind_packed
 from tq.state.digits import beside, digits_of, products, sums
+from tq.state.packed import PackedState, bind_packed
 from tq.state.packing import (
     contract,
     factored,
@@ -82,7 +81,7 @@ def step_rounded(packed, given, row, slot, head, part, format, cut):
 
 @triton.jit
 def step_in_ring(packed, ring, given, row, slot, head, part, entry, total, format, cut):
-    """A step of all blocks of a part as an entry of the ring, after the entries before it; the new sum of log decays."""
+    """A step of all blocks of a part as an entry of the ring after those before it; the new sum of log decays."""
     q, k, log_decay, beta = load_vectors(given, row, head, cut)
     both = tl.sum(k * q, 0)
     total += log_decay
@@ -253,7 +252,7 @@ def decode_packed(
         raise ValueError(f"{op}: mixed_qkv must have verify={tokens} rows a request, got {given.qkv.data.shape[0]}")
     constants = tokens, state.ring is not None and verify is None
     arguments = bound.packed, bound.ring, given, *constants
-    cut = merged(bound.launch.cut, slots.shape[0], bind.packed_tuning.programs)
+    cut = merged(bound.launch.cut, slots.shape[0], bound.launch.programs)
     launch = bound.launch._replace(cut=cut)
     run(decode_packed_kernel, slots.shape[0], launch, state.codes.device, *arguments, fusion=True)
 

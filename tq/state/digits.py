@@ -41,8 +41,8 @@ def digits_of(k, q):
     of_q, most_q = split_digits(q)
     digits = tl.reshape(tl.join(of_k, of_q), [k.shape[0], 8]).to(tl.int32).to(tl.int8)
     column = tl.arange(0, 8)[None, :]
-    place = column // 2
-    weight = tl.where(place == 0, 1.0, tl.where(place == 1, 1.0 / 254, tl.where(place == 2, 1.0 / 64516, 1.0 / 16387064)))
+    low = tl.where(column < 6, 1.0 / 64516.0, 1.0 / 16387064.0)
+    weight = tl.where(column < 4, tl.where(column < 2, 1.0, 1.0 / 254.0), low)
     return digits, weight * (tl.where(column % 2 == 0, most_k, most_q) * (1.0 / TOP))
 
 

@@ -33,8 +33,8 @@ GRANULARITIES = {
 
 
 class DeviceFormat(NamedTuple):
-    """A format as a kernel takes it; with None in it, states are left as they are. INTEGERS: its codes are int8, and the
-    target multiplies matrices of them."""
+    """A format as a kernel takes it; with None in it, states are left as they are. INTEGERS: its codes are int8, and
+    the target multiplies matrices of them."""
 
     code: DeviceCode | None
     scale: Any
@@ -179,7 +179,7 @@ def larger(x, y):
 
 @triton.jit
 def largest_magnitude(tile):
-    """max |x| of [groups, rows of a group, groups, columns of a group], kept in [groups, 1, groups, 1]; NaN if any is."""
+    """max |x| of [groups, rows of a group, groups, columns of a group], in [groups, 1, groups, 1]; NaN if any is."""
     if INTERPRETED:  # whose maximum skips NaN; as integers, every NaN is above infinity
         bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         return tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tq.kernels.device import round_to
 from tq.kernels.producer import INPUT_DTYPES, check_choice, constant
+from tq.state import bind
 from tq.state.bind import (
     Launch,
     bind_format,
@@ -232,7 +233,8 @@ def bind_packed(
     scales: Place = bind_states(op, "scales", state.scales, state.codes.device, (torch.float32,))
     check_shape(op, "scales", state.scales, scales_shape(state.codes, state.granularity))
     place = bind_slots(op, codes, slots, null_slot, has_initial_state, num_accepted_tokens, name)
-    launch = bind_format(op, place, code, state.granularity, "value_first", packed=True)
+    shape = bind.packed_tuning if state.ring is None else bind.ring_tuning
+    launch = bind_format(op, place, code, state.granularity, "value_first", shape=shape)
     words = constant(in_words(codes.data, code))
     packed = DevicePacked(codes.data, codes.stride, scales.data, scales.stride, place.slots, words)
     return Bound(packed, NO_RING if state.ring is None else bind_ring(op, state.ring, state.codes), launch)

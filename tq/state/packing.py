@@ -166,8 +166,8 @@ def factored(codes, scale, decay, format, cut):
 
 @triton.jit
 def contract(tile, vector):
-    """sum over columns of tile [rows, columns] * vector [1, columns], [rows]. Four neighbours are added by fma, one after
-    the other; a tree would take a sum and a product more for every four."""
+    """sum over columns of tile [rows, columns] * vector [1, columns], [rows]. Four neighbours are added by fma, one
+    after the other; a tree would take a sum and a product more for every four."""
     if tile.shape[1] < 4:
         sums = tl.sum(tile * vector, 1)
     else:
