@@ -24,15 +24,16 @@ class Tuning(NamedTuple):
     """How programs are shaped. part: elements of a block where groups do not need more; max_registers: of a thread,
     None for the compiler's choice; programs: blocks of a head are one program while there are at least so many."""
 
-    elements_per_thread: int = 32
+    elements_per_thread: int = 64
     part: int = 4096
-    max_registers: int | None = None
+    max_registers: int | None = 128
     programs: int = 1024
 
 
 tuning = Tuning()
-packed_tuning = Tuning(elements_per_thread=32, part=2048, programs=2048)
-ring_tuning = Tuning(elements_per_thread=64)  # where codes are only read
+packed_tuning = Tuning(max_registers=None)
+ring_tuning = Tuning(part=8192)  # where codes are only read
+REGISTERS = 1 << 16  # of a multiprocessor
 
 
 class Launch(NamedTuple):
@@ -198,8 +199,10 @@ def bind_format(
     shape = shape or tuning
     cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part)
     warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * shape.elements_per_thread)
+    warps = min(max(warps, 1), 32)
+    registers = None if shape.max_registers is None else min(shape.max_registers, REGISTERS // (32 * warps))
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
-    return Launch(found, cut, min(max(warps, 1), 32), shape.max_registers, shape.programs)
+    return Launch(found, cut, warps, registers, shape.programs)
 
 
 def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *arguments: Any, fusion: bool = False) -> None:
