@@ -30,6 +30,7 @@ class Tuning(NamedTuple):
     programs: int = 1024
 
 
+# As measured on one H200 (perf/notes.md). A limit lets a second program run beside the first where groups are heads.
 tuning = Tuning()
 packed_tuning = Tuning(max_registers=None)
 ring_tuning = Tuning(part=8192)  # where codes are only read
@@ -200,7 +201,10 @@ def bind_format(
     cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part)
     warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * shape.elements_per_thread)
     warps = min(max(warps, 1), 32)
-    registers = None if shape.max_registers is None else min(shape.max_registers, REGISTERS // (32 * warps))
+    registers = shape.max_registers
+    if registers is not None:
+        limited = target_of(place.data.device).name.startswith("sm_")  # no other target takes a limit
+        registers = min(registers, REGISTERS // (32 * warps)) if limited else None
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
     return Launch(found, cut, warps, registers, shape.programs)
 
