@@ -15,30 +15,37 @@ from tq.kernels.target import target_of
 from tq.state.cache import IN_ORDER, Cut, Place, Slots
 from tq.state.formats import AS_IT_IS, FORMATS, GRANULARITIES, DeviceFormat, Granularity
 
+STAGES = 3
 LAYOUTS = ("value_first", "key_first")
 MAX_HEAD = 1 << 16  # elements of a head that one program can hold
 
 
 class Tuning(NamedTuple):
-    """How programs are shaped. part: elements of one where groups do not need more; max_registers: of a thread, None
-    for the compiler's choice."""
+    """How programs are shaped. part: elements of a block where groups do not need more; max_registers: of a thread,
+    None for the compiler's choice; programs: blocks of a head are one program while there are at least so many."""
 
-    elements_per_thread: int = 32
+    elements_per_thread: int = 64
     part: int = 4096
-    max_registers: int | None = None
+    max_registers: int | None = 128
+    programs: int = 1024
 
 
+# As measured on one H200 (perf/notes.md). A limit lets a second program run beside the first where groups are heads.
 tuning = Tuning()
-# With codes, what a thread does for its keys and not for its elements costs as much as 40 elements do.
-packed_tuning = Tuning(elements_per_thread=64)
+packed_tuning = Tuning(max_registers=None)
+ring_tuning = Tuning(part=8192)  # where codes are only read
+REGISTERS = 1 << 16  # of a multiprocessor
 
 
 class Launch(NamedTuple):
-    """A format on a device, a cut, and the warps of a program."""
+    """A format on a device, a cut, the warps of a program, the most registers of a thread, and the programs that are
+    enough."""
 
     format: DeviceFormat
     cut: Cut
     num_warps: int
+    max_registers: int | None
+    programs: int
 
 
 def check_tensor(op: str, name: str, tensor: Any, dtypes: tuple, device: torch.device | None = None) -> None:
@@ -156,7 +163,17 @@ def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, pa
     group_rows = min(by_row, padded(rows)) or padded(rows)
     block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
-    return Cut(*map(constant, (heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts)))
+    return Cut(*map(constant, (heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1, STAGES)))
+
+
+@lru_cache
+def merged(cut: Cut, batch: int, programs: int) -> Cut:
+    """`cut` with so many blocks in a program that `programs` are left, where a batch has them. Bits do not depend on
+    it: what is added up is of one row."""
+    parts, blocks = cut.PARTS.value, 1
+    while parts > 1 and batch * cut.HEADS.value * (parts // 2) >= programs:
+        parts, blocks = -(-parts // 2), 2 * blocks
+    return cut._replace(PARTS=constant(parts), BLOCKS=constant(blocks))
 
 
 @lru_cache
@@ -165,20 +182,31 @@ def device_format(name: str, device: torch.device) -> DeviceFormat:
 
 
 def bind_format(
-    op: str, place: Place, code: str | None, granularity: str, layout: str, whole: bool = False, packed: bool = False
+    op: str,
+    place: Place,
+    code: str | None,
+    granularity: str,
+    layout: str,
+    whole: bool = False,
+    shape: Tuning | None = None,
 ) -> Launch:
-    """Checks the names of a format; None moves states as they are. whole: one program a head. packed: `place` is of
-    codes."""
+    """Checks the names of a format; None moves states as they are. whole: one program a head. shape: None for
+    `tuning`."""
     check_choice(op, "code", code, (*FORMATS, None))
     check_choice(op, "granularity", granularity, tuple(GRANULARITIES))
     check_choice(op, "layout", layout, LAYOUTS)
     check_device(op, place.data.device)
     group = GRANULARITIES[granularity] if code is not None else Granularity(1, 1)
-    shape = packed_tuning if packed else tuning
+    shape = shape or tuning
     cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part)
     warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * shape.elements_per_thread)
+    warps = min(max(warps, 1), 32)
+    registers = shape.max_registers
+    if registers is not None:
+        limited = target_of(place.data.device).name.startswith("sm_")  # no other target takes a limit
+        registers = min(registers, REGISTERS // (32 * warps)) if limited else None
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
-    return Launch(found, cut, min(max(warps, 1), 32))
+    return Launch(found, cut, warps, registers, shape.programs)
 
 
 def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *arguments: Any, fusion: bool = False) -> None:
@@ -187,8 +215,8 @@ def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *argument
     if programs == 0:
         return
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": fusion}
-    if tuning.max_registers is not None:
-        options["maxnreg"] = tuning.max_registers
+    if launch.max_registers is not None:
+        options["maxnreg"] = launch.max_registers
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*arguments, launch.format, launch.cut, **options)

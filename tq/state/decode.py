@@ -12,9 +12,9 @@ import triton.language as tl
 from tq.kernels.device import round_to
 from tq.kernels.producer import check_choice
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, run
-from tq.state.cache import elements_of, find_head, part_of
+from tq.state.cache import find_head, load_quarters, part_of, store_quarters
 from tq.state.qdq import qdq
-from tq.state.step import Activations, bind_gdn, bind_kda, load_step, norm, store_output
+from tq.state.step import Activations, bind_gdn, bind_kda, load_step, load_values, norm, store_output
 
 NULL_SLOT = 0  # the slot that vLLM pads a batch with
 QUANTIZED = ("incoming", "outgoing")
@@ -30,9 +30,9 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
     in_values = value < cut.ROWS
     if exists:
         dtype: tl.constexpr = state.data.dtype.element_ty
-        at, inside = elements_of(part, exists, cut)
-        tile = tl.load(pointer + at, mask=inside, other=0.0).to(tl.float32)
-        q, k, v, log_decay, beta = load_step(given, request, head, value, in_values, cut)
+        tile = load_quarters(pointer, part, exists, cut).to(tl.float32)
+        q, k, log_decay, beta = load_step(given, request, head, cut)
+        v = load_values(given, request, head, value, in_values, cut)
         q = (q / norm(q, given) * given.scale)[None, :]
         k = (k / norm(k, given))[None, :]
         if INCOMING:
@@ -45,7 +45,7 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
         if INCOMING == False:  # noqa: E712 - a constant of a kernel has no `not`
             tile = round_to(qdq(tile, format, cut), dtype)
         store_output(given, request, head, value, in_values, result, cut)
-        tl.store(pointer + at, tile.to(dtype), mask=inside)
+        store_quarters(pointer, part, exists, tile.to(dtype), cut)
     else:
         store_output(given, request, head, value, in_values, tl.zeros([cut.BLOCK_ROWS], tl.float32), cut)
 

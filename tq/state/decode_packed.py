@@ -10,21 +10,115 @@ import torch
 import triton
 import triton.language as tl
 
-from tq.state.bind import check_shape, check_tensor, run
+from tq.state.bind import check_shape, check_tensor, merged, run
 from tq.state.cache import part_of, slot_of
 from tq.state.decode import NULL_SLOT
+from tq.state.digits import beside, digits_of, products, sums
 from tq.state.packed import PackedState, bind_packed
-from tq.state.packing import contract, decayed, load_packed, store_packed
-from tq.state.ring import fold, read_count, read_entries, total_of, values_of, write_count, write_entry
-from tq.state.step import Activations, bind_gdn, bind_kda, load_step, norm, store_output
+from tq.state.packing import (
+    contract,
+    factored,
+    load_integers,
+    load_packed,
+    load_scales,
+    multiplied,
+    of_rows,
+    store_packed,
+    store_product,
+    updated,
+)
+from tq.state.ring import (
+    PRECISION,
+    fold,
+    read_count,
+    read_keys,
+    read_updates,
+    total_of,
+    values_of,
+    with_entries,
+    write_count,
+    write_entry,
+    write_update,
+)
+from tq.state.step import Activations, bind_gdn, bind_kda, load_values, load_vectors, store_output
 
 
 @triton.jit
-def settle(packed, ring, slot, head, part, count, codes, scale, format, cut):
+def settle(packed, ring, slot, head, part, count, format, cut):
     """The state with all entries of the ring in it, rounded once; the ring is empty then."""
     total = total_of(ring, slot, head, count, cut)
-    tile = fold(decayed(codes, scale, tl.exp(total), cut), ring, slot, head, part, count, total, cut)
-    store_packed(packed, slot, head, part, count >= 0, tile, format, cut)
+    decay = tl.exp(total)
+    for i in range(cut.BLOCKS):
+        block = part * cut.BLOCKS + i
+        codes, scale = load_packed(packed, slot, head, block, count >= 0, cut)
+        tile, factor = factored(codes, scale, decay, format, cut)
+        tile = fold(multiplied(tile, factor), ring, slot, head, block, count, total, cut)
+        store_packed(packed, slot, head, block, count >= 0, tile, format, cut)
+
+
+@triton.jit
+def step_rounded(packed, given, row, slot, head, part, format, cut):
+    """A step of all blocks of a part, each rounded and stored."""
+    # Asked for first, since its way is the longest.
+    codes, scale = load_packed(packed, slot, head, part * cut.BLOCKS, slot >= 0, cut)
+    q, k, log_decay, beta = load_vectors(given, row, head, cut)
+    both = tl.sum(k * q, 0)
+    q, k, decay = q[None, :], k[None, :], tl.exp(log_decay)
+    for i in range(cut.BLOCKS):
+        block = part * cut.BLOCKS + i
+        more = (i + 1 < cut.BLOCKS) & (slot >= 0)
+        next_codes, next_scale = load_packed(packed, slot, head, block + 1, more, cut)
+        value, in_values = values_of(block, cut)
+        v = load_values(given, row, head, value, in_values, cut)
+        tile, factor = factored(codes, scale, decay, format, cut)
+        update = (v - contract(tile, k) * factor) * beta
+        result = contract(tile, q) * factor + update * both
+        store_output(given, row, head, value, in_values, result, cut)
+        tile, factor = updated(tile, factor, update, k, cut)
+        store_product(packed, slot, head, block, slot >= 0, tile, factor, format, cut)
+        codes, scale = next_codes, next_scale
+
+
+@triton.jit
+def step_in_ring(packed, ring, given, row, slot, head, part, entry, total, format, cut):
+    """A step of all blocks of a part as an entry of the ring after those before it; the new sum of log decays."""
+    q, k, log_decay, beta = load_vectors(given, row, head, cut)
+    both = tl.sum(k * q, 0)
+    total += log_decay
+    decay = tl.exp(total)
+    write_entry(ring, slot, head, part, entry, k[None, :], total, cut)
+    keys, decays = read_keys(ring, slot, head, entry, total, cut)
+    entries_k = with_entries(keys, decays, k[None, :])
+    entries_q = with_entries(keys, decays, q[None, :])
+    INTEGERS: tl.constexpr = format.INTEGERS and cut.GROUP_COLS == cut.BLOCK_COLS and cut.BLOCK_COLS >= 32
+    if INTEGERS:
+        entries = beside(entries_k, entries_q)
+        if ring.DECAYS == 1:
+            digits, weights = digits_of(k, q)
+            weights *= decay
+        else:
+            all_decays = tl.reshape(decay, [cut.BLOCK_COLS])
+            digits, weights = digits_of(k * all_decays, q * all_decays)
+    for i in tl.range(cut.BLOCKS, num_stages=cut.STAGES):
+        block = part * cut.BLOCKS + i
+        value, in_values = values_of(block, cut)
+        updates = read_updates(ring, slot, head, block, entry, cut)
+        if INTEGERS:
+            codes = load_integers(packed, slot, head, block, slot >= 0, cut)
+            scale = of_rows(load_scales(packed, slot, head, block, slot >= 0, cut), cut)
+            of_codes = products(codes, digits, weights) * scale[:, None]
+            known, result = sums(of_codes + tl.dot(updates, entries, input_precision=PRECISION))
+        else:
+            codes, scale = load_packed(packed, slot, head, block, slot >= 0, cut)
+            tile, factor = factored(codes, scale, decay, format, cut)
+            known = contract(tile, k[None, :]) * factor + tl.sum(updates * entries_k[None, :], 1)
+            result = contract(tile, q[None, :]) * factor + tl.sum(updates * entries_q[None, :], 1)
+        v = load_values(given, row, head, value, in_values, cut)
+        update = (v - known) * beta
+        store_output(given, row, head, value, in_values, result + update * both, cut)
+        write_update(ring, slot, head, block, entry, update, cut)
+    tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
+    return total
 
 
 @triton.jit
@@ -33,48 +127,27 @@ def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.c
     each; with one they are entries of it, which COMMIT counts."""
     request, head, part = part_of(cut)
     slot, exists = slot_of(packed.slots, request)
-    value, in_values = values_of(part, cut)
     if exists:
-        codes, scale = load_packed(packed, slot, head, part, exists, format, cut)
-        if ring.keys is not None:
+        if ring.keys is None:
+            step_rounded(packed, given, request, slot, head, part, format, cut)
+        else:
             count = tl.minimum(read_count(ring, slot, head, part, exists, cut), ring.LENGTH - ring.DRAFTS)
             total = total_of(ring, slot, head, count, cut)
-        for token in tl.static_range(TOKENS):
-            row = request * TOKENS + token
-            q, k, v, log_decay, beta = load_step(given, row, head, value, in_values, cut)
-            # One factor for all keys: a division of each would cost more than the codes do.
-            q = (q * (given.scale / norm(q, given)))[None, :]
-            k = (k * (1.0 / norm(k, given)))[None, :]
-            if ring.keys is None:
-                decay = tl.exp(log_decay)
-            else:
-                total += log_decay
-                decay = tl.exp(total)
-            known = contract(codes, scale, decay, k, cut)
-            result = contract(codes, scale, decay, q, cut)
-            if ring.keys is not None:
-                keys, updates = read_entries(ring, slot, head, part, count + token, total, cut)
-                known += tl.sum(updates * tl.sum(keys * k, 1)[:, None], 0)
-                result += tl.sum(updates * tl.sum(keys * q, 1)[:, None], 0)
-            update = (v - known) * beta
-            result += update * tl.sum(k * q, 1)
-            store_output(given, row, head, value, in_values, result, cut)
-            if ring.keys is None:
-                tile = decayed(codes, scale, decay, cut) + update[:, None] * k
-                store_packed(packed, slot, head, part, exists, tile, format, cut)
-            else:
-                write_entry(ring, slot, head, part, count + token, k, update, total, cut)
-                tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
-        if COMMIT:
-            count += TOKENS
-            if count + ring.DRAFTS > ring.LENGTH:
-                settle(packed, ring, slot, head, part, count, codes, scale, format, cut)
-                count = count * 0
-            write_count(ring, slot, head, part, count, cut)
+            for token in tl.static_range(TOKENS):
+                row = request * TOKENS + token
+                total = step_in_ring(packed, ring, given, row, slot, head, part, count + token, total, format, cut)
+            if COMMIT:
+                count += TOKENS
+                if count + ring.DRAFTS > ring.LENGTH:
+                    settle(packed, ring, slot, head, part, count, format, cut)
+                    count = count * 0
+                write_count(ring, slot, head, part, count, cut)
     else:
         for token in tl.static_range(TOKENS):
-            nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
-            store_output(given, request * TOKENS + token, head, value, in_values, nothing, cut)
+            for i in range(cut.BLOCKS):
+                value, in_values = values_of(part * cut.BLOCKS + i, cut)
+                nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
+                store_output(given, request * TOKENS + token, head, value, in_values, nothing, cut)
 
 
 @triton.jit
@@ -92,8 +165,7 @@ def commit_kernel(packed, ring, accepted, FLUSH: tl.constexpr, format, cut):
         if FLUSH:
             full = count > 0
         if full:
-            codes, scale = load_packed(packed, slot, head, part, exists, format, cut)
-            settle(packed, ring, slot, head, part, count, codes, scale, format, cut)
+            settle(packed, ring, slot, head, part, count, format, cut)
             count = count * 0
         write_count(ring, slot, head, part, count, cut)
 
@@ -178,7 +250,9 @@ def decode_packed(
         raise ValueError(f"{op}: mixed_qkv must have verify={tokens} rows a request, got {given.qkv.data.shape[0]}")
     constants = tokens, state.ring is not None and verify is None
     arguments = bound.packed, bound.ring, given, *constants
-    run(decode_packed_kernel, slots.shape[0], bound.launch, state.codes.device, *arguments, fusion=True)
+    cut = merged(bound.launch.cut, slots.shape[0], bound.launch.programs)
+    launch = bound.launch._replace(cut=cut)
+    run(decode_packed_kernel, slots.shape[0], launch, state.codes.device, *arguments, fusion=True)
 
 
 def commit_(

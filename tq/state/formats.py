@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tq.kernels.codes import E4M3, INT8, INT8_NARROW, Code, DeviceCode
 from tq.kernels.device import divide, exact_reciprocal
-from tq.kernels.target import Target
+from tq.kernels.target import INTERPRETED, Target
 
 
 class Granularity(NamedTuple):
@@ -33,13 +33,17 @@ GRANULARITIES = {
 
 
 class DeviceFormat(NamedTuple):
-    """A format as a kernel takes it; with None in it, states are left as they are."""
+    """A format as a kernel takes it; with None in it, states are left as they are. INTEGERS: its codes are int8, and
+    the target multiplies matrices of them."""
 
     code: DeviceCode | None
     scale: Any
     restore: Any
     pack: Any = None
     unpack: Any = None
+    unpack_words: Any = None
+    round: Any = None
+    INTEGERS: tl.constexpr = tl.constexpr(False)
 
 
 AS_IT_IS = DeviceFormat(None, None, None)
@@ -51,7 +55,8 @@ class Format:
     restore(value of a code, scale, element) -> value of the state, with the sign of the element even if it is zero.
 
     pack(value) -> byte and unpack(byte) -> value are the code's own for values that a scale has brought into range;
-    None: its encoder. unpack_native: the same as unpack, where the target has the conversion.
+    None: its encoder. unpack_native: the same as unpack, where the target has the conversion. unpack_words: the same
+    for words of four bytes; None: there is nothing to gain by it. round(value) -> value of the code; None: by the byte.
     """
 
     name: str
@@ -61,12 +66,17 @@ class Format:
     pack: Any = None
     unpack: Any = None
     unpack_native: Any = None
+    unpack_words: Any = None
+    round: Any = None
 
     def device(self, target: Target) -> DeviceFormat:
         code = self.code.device(target)
         native = self.unpack_native is not None and self.code.name in target.native_codes
         unpack = self.unpack_native if native else self.unpack
-        return DeviceFormat(code, self.scale, self.restore, self.pack or code.encode, unpack or code.decode)
+        bytewise = self.pack or code.encode, unpack or code.decode
+        integers = self.unpack_words is not None and (target.name == "interpreter" or target.name.startswith("sm_"))
+        rest = self.unpack_words, self.round, tl.constexpr(integers)
+        return DeviceFormat(code, self.scale, self.restore, *bytewise, *rest)
 
 
 @triton.jit
@@ -97,9 +107,9 @@ def restore_by_reciprocal(value, scale, element):
 def restore_by_division(value, scale, element):
     """value / scale, IEEE. A quarter of it is divided, so that nothing overflows before the quotient does."""
     scale = scale * 4.0
-    value = divide(value, scale, exact_reciprocal(scale)) * 4.0
+    bits = (divide(value, scale, exact_reciprocal(scale)) * 4.0).to(tl.uint32, bitcast=True)
     sign = element.to(tl.uint32, bitcast=True) & 0x80000000
-    return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return ((bits & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -109,9 +119,34 @@ def pack_int8(value):
 
 
 @triton.jit
+def round_int8(value):
+    """The nearest integer, ties to even, of a value within 2^22; NaN of NaN."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
 def unpack_int8(byte):
     """The value of a byte of two's complement. With its sign bit flipped, it is the low byte of 2^23 + 128 + value."""
     return ((byte ^ 0x80).to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def unpack_int8_words(word):
+    """`unpack_int8` of words [rows, n] as [rows, 4 n]: a word costs a shift, four logical operations and four sums.
+
+    The second and fourth byte stay a byte higher: there they count whole numbers from 2^15 on.
+    """
+    # Zero, but no compiler knows: one operation takes a word, one known number and one unknown number, but not two
+    # known ones.
+    unknown = tl.program_id(1)
+    low, high = unknown + 0x4B000080, unknown + 0x47008000
+    upper = word >> 16
+    first = ((word & 0xFF) ^ low).to(tl.float32, bitcast=True) - 8388736.0
+    second = ((word & 0xFF00) ^ high).to(tl.float32, bitcast=True) - 32896.0
+    third = ((upper & 0xFF) ^ low).to(tl.float32, bitcast=True) - 8388736.0
+    fourth = ((upper & 0xFF00) ^ high).to(tl.float32, bitcast=True) - 32896.0
+    values = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(values, [word.shape[0], 4 * word.shape[1]])
 
 
 @triton.jit
@@ -120,15 +155,36 @@ def unpack_e4m3_native(byte):
     return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
+INT8_BYTES = {
+    "round": round_int8,
+    "pack": pack_int8,
+    "unpack": unpack_int8,
+    "unpack_words": unpack_int8_words,
+}
 # ModelOpt scales by 127 / amax in the narrow range and in the full one; there -128 is a code that no value reaches.
 FORMATS = {
     each.name: each
     for each in (
-        Format("int8", INT8, scale_by_division, restore_by_division, pack_int8, unpack_int8),
-        Format("int8_narrow", INT8_NARROW, scale_by_division, restore_by_division, pack_int8, unpack_int8),
+        Format("int8", INT8, scale_by_division, restore_by_division, **INT8_BYTES),
+        Format("int8_narrow", INT8_NARROW, scale_by_division, restore_by_division, **INT8_BYTES),
         Format("fp8_e4m3", E4M3, scale_by_reciprocal, restore_by_reciprocal, unpack_native=unpack_e4m3_native),
     )
 }
+
+
+@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(tile):
+    """max |x| of [groups, rows of a group, groups, columns of a group], in [groups, 1, groups, 1]; NaN if any is."""
+    if INTERPRETED:  # whose maximum skips NaN; as integers, every NaN is above infinity
+        bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        return tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
+    magnitude = tl.abs(tile)
+    return tl.reduce(tl.reduce(magnitude, 3, larger, keep_dims=True), 1, larger, keep_dims=True)
 
 
 @triton.jit
@@ -138,9 +194,7 @@ def fit(tile, format):
 
     They are 0 and 1 where amax <= 2^-24, and 0 and NaN where an element is NaN or infinite.
     """
-    # As integers, magnitudes are in order and every NaN is above infinity; a maximum of floats would skip NaN.
-    bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
+    amax = largest_magnitude(tile)
     usable = (amax > 5.9604644775390625e-08) & (amax < float("inf"))
     scale = format.scale(tl.where(usable, amax, 1.0), format.code.MAX)
     otherwise = tl.where(amax < 1.0, 1.0, float("nan"))
@@ -150,4 +204,8 @@ def fit(tile, format):
 @triton.jit
 def round_groups(tile, scale, back, format):
     """decode(encode(tile * scale)) / back"""
-    return format.restore(format.code.decode(format.code.encode(tile * scale)), back, tile)
+    if format.round is not None:
+        value = format.round(tile * scale)
+    else:
+        value = format.unpack(format.pack(tile * scale))
+    return format.restore(value, back, tile)

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from tq.kernels.device import round_to
-from tq.kernels.producer import INPUT_DTYPES, check_choice
+from tq.kernels.producer import INPUT_DTYPES, check_choice, constant
+from tq.state import bind
 from tq.state.bind import (
     Launch,
     bind_format,
@@ -28,8 +29,8 @@ from tq.state.cache import (
     part_of,
     slot_of,
 )
-from tq.state.formats import GRANULARITIES
-from tq.state.packing import DevicePacked, decayed, load_packed, store_packed
+from tq.state.formats import FORMATS, GRANULARITIES
+from tq.state.packing import DevicePacked, factored, load_packed, multiplied, store_packed
 from tq.state.qdq import move_kernel
 from tq.state.ring import NO_RING, DeviceRing, Ring, bind_ring, fold, read_count, total_of, write_count
 
@@ -119,13 +120,15 @@ def unpack_kernel(packed, ring, target, format, cut):
     request, head, part = part_of(cut)
     slot, present = slot_of(packed.slots, request)
     write, wanted = find_head(target, request, head, cut)
-    codes, scale = load_packed(packed, slot, head, part, present, format, cut)
+    codes, scale = load_packed(packed, slot, head, part, present, cut)
     if ring.keys is None:
-        tile = decayed(codes, scale, tl.full([1, 1], 1.0, tl.float32), cut)
+        tile, factor = factored(codes, scale, tl.full([1, 1], 1.0, tl.float32), format, cut)
+        tile = multiplied(tile, factor)
     else:
         count = read_count(ring, slot, head, part, present, cut)
         total = total_of(ring, slot, head, count, cut)
-        tile = fold(decayed(codes, scale, tl.exp(total), cut), ring, slot, head, part, count, total, cut)
+        tile, factor = factored(codes, scale, tl.exp(total), format, cut)
+        tile = fold(multiplied(tile, factor), ring, slot, head, part, count, total, cut)
     dtype: tl.constexpr = target.data.dtype.element_ty
     at, inside = elements_of(part, wanted, cut)
     tl.store(write + at, round_to(tile, dtype).to(dtype), mask=inside)
@@ -205,6 +208,12 @@ def copy_(
     return state
 
 
+def in_words(codes: torch.Tensor, code: str) -> bool:
+    """Whether kernels have a use for words of four codes, and all are aligned."""
+    aligned = codes.data_ptr() % 4 == 0 and codes.stride(0) % 4 == 0 and codes.shape[3] % 4 == 0
+    return aligned and FORMATS[code].unpack_words is not None
+
+
 def bind_packed(
     op: str,
     state: PackedState,
@@ -224,6 +233,8 @@ def bind_packed(
     scales: Place = bind_states(op, "scales", state.scales, state.codes.device, (torch.float32,))
     check_shape(op, "scales", state.scales, scales_shape(state.codes, state.granularity))
     place = bind_slots(op, codes, slots, null_slot, has_initial_state, num_accepted_tokens, name)
-    launch = bind_format(op, place, code, state.granularity, "value_first", packed=True)
-    packed = DevicePacked(codes.data, codes.stride, scales.data, scales.stride, place.slots)
+    shape = bind.packed_tuning if state.ring is None else bind.ring_tuning
+    launch = bind_format(op, place, code, state.granularity, "value_first", shape=shape)
+    words = constant(in_words(codes.data, code))
+    packed = DevicePacked(codes.data, codes.stride, scales.data, scales.stride, place.slots, words)
     return Bound(packed, NO_RING if state.ring is None else bind_ring(op, state.ring, state.codes), launch)

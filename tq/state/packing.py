@@ -1,6 +1,7 @@
-"""Codes and scales on the device: loaded, stored, and multiplied without a product for each element.
+"""Codes and scales on the device: loaded, stored, and as a tile and a factor of each row whose product is the state.
 
-A scale of whole rows multiplies sums over keys, one of key channels the vector that the codes are multiplied with.
+A scale of whole rows is such a factor: it multiplies sums over keys, and no element. One of key channels multiplies the
+elements, as a decay of key channels does.
 """
 
 from __future__ import annotations
@@ -11,27 +12,29 @@ import triton
 import triton.language as tl
 
 from tq.state.cache import Slots, as_block, as_groups, elements_of
-from tq.state.formats import fit, invert
+from tq.state.formats import fit, invert, largest_magnitude
 
 
 class DevicePacked(NamedTuple):
-    """A packed state as a kernel takes it: bytes and scales, the elements between slots, and the slots meant."""
+    """A packed state as a kernel takes it: bytes and scales, the elements between slots, and the slots meant. WORDS:
+    codes are loaded in words of four, which format and alignment must allow."""
 
     codes: Any
     codes_stride: int
     scales: Any
     scales_stride: int
     slots: Slots
+    WORDS: tl.constexpr
 
 
 @triton.jit
-def scales_of(part, exists, cut):
-    """(offset in the head, whether it exists) of the scales of a part, [groups of rows, 1, groups of columns, 1]."""
+def scales_of(block, exists, cut):
+    """(offset in the head, whether it exists) of the scales of a block, [groups of rows, 1, groups of columns, 1]."""
     rows: tl.constexpr = cut.BLOCK_ROWS // cut.GROUP_ROWS
     cols: tl.constexpr = cut.BLOCK_COLS // cut.GROUP_COLS
     all_rows: tl.constexpr = (cut.ROWS + cut.GROUP_ROWS - 1) // cut.GROUP_ROWS
     all_cols: tl.constexpr = (cut.COLS + cut.GROUP_COLS - 1) // cut.GROUP_COLS
-    row = (part * rows + tl.arange(0, rows))[:, None, None, None]
+    row = (block * rows + tl.arange(0, rows))[:, None, None, None]
     col = tl.arange(0, cols)[None, None, :, None]
     return row * all_cols + col, (row < exists.to(tl.int32) * all_rows) & (col < all_cols)
 
@@ -45,27 +48,86 @@ def head_of_scales(packed, slot, head, cut):
 
 
 @triton.jit
-def load_packed(packed, slot, head, part, exists, format, cut):
-    """(values of the codes [BLOCK_ROWS, BLOCK_COLS], scales [groups, 1, groups, 1]) of a part; zeros of none."""
-    at, inside = elements_of(part, exists, cut)
-    codes = tl.load(
-        packed.codes + (slot * packed.codes_stride + head * (cut.ROWS * cut.COLS)) + at, mask=inside, other=0
-    )
-    at, inside = scales_of(part, exists, cut)
-    scale = tl.load(head_of_scales(packed, slot, head, cut) + at, mask=inside, other=0.0)
-    return format.unpack(codes), scale
+def head_of_codes(packed, slot, head, cut):
+    """Address of the codes of a head."""
+    return packed.codes + (slot * packed.codes_stride + head * (cut.ROWS * cut.COLS))
 
 
 @triton.jit
-def store_packed(packed, slot, head, part, exists, tile, format, cut):
-    """A tile of whole groups, rounded once."""
+def load_packed(packed, slot, head, block, exists, cut):
+    """(codes [BLOCK_ROWS, BLOCK_COLS], or words of four, scales [groups, 1, groups, 1]) of a block; zeros of none."""
+    start = head_of_codes(packed, slot, head, cut)
+    if packed.WORDS:
+        row = (block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
+        word = tl.arange(0, cut.BLOCK_COLS // 4)[None, :]
+        words: tl.constexpr = cut.COLS // 4
+        inside = (row < exists.to(tl.int32) * cut.ROWS) & (word < words)
+        codes = tl.load(start.to(tl.pointer_type(tl.int32)) + row * words + word, mask=inside, other=0)
+    else:
+        at, inside = elements_of(block, exists, cut)
+        codes = tl.load(start + at, mask=inside, other=0)
+    return codes, load_scales(packed, slot, head, block, exists, cut)
+
+
+@triton.jit
+def load_scales(packed, slot, head, block, exists, cut):
+    """Scales [groups, 1, groups, 1] of a block; zeros of none."""
+    at, inside = scales_of(block, exists, cut)
+    return tl.load(head_of_scales(packed, slot, head, cut) + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_integers(packed, slot, head, block, exists, cut):
+    """Codes [BLOCK_ROWS, BLOCK_COLS] as int8, of a block; zeros of none."""
+    at, inside = elements_of(block, exists, cut)
+    start = head_of_codes(packed, slot, head, cut).to(tl.pointer_type(tl.int8))
+    return tl.load(start + at, mask=inside, other=0)
+
+
+@triton.jit
+def numbers_of(codes, format):
+    """Loaded codes -> their values in fp32, [BLOCK_ROWS, BLOCK_COLS]."""
+    if codes.dtype == tl.int32:
+        values = format.unpack_words(codes)
+    else:
+        values = format.unpack(codes)
+    return values
+
+
+@triton.jit
+def store_groups(packed, slot, head, block, exists, groups, to_codes, to_state, format, cut):
+    """Codes round(groups * to_codes) and scales to_state, of a block's groups [groups, rows, groups, columns]."""
+    codes = format.pack(as_block(groups * to_codes, cut))
+    at, inside = elements_of(block, exists, cut)
+    tl.store(head_of_codes(packed, slot, head, cut) + at, codes, mask=inside)
+    at, inside = scales_of(block, exists, cut)
+    tl.store(head_of_scales(packed, slot, head, cut) + at, to_state, mask=inside)
+
+
+@triton.jit
+def store_packed(packed, slot, head, block, exists, tile, format, cut):
+    """A tile of whole groups, rounded once, with the scale of `qdq_`."""
     groups = as_groups(tile, cut)
     scale, back = fit(groups, format)
-    codes = format.pack(as_block(groups * scale, cut))
-    at, inside = elements_of(part, exists, cut)
-    tl.store(packed.codes + (slot * packed.codes_stride + head * (cut.ROWS * cut.COLS)) + at, codes, mask=inside)
-    at, inside = scales_of(part, exists, cut)
-    tl.store(head_of_scales(packed, slot, head, cut) + at, invert(back), mask=inside)
+    store_groups(packed, slot, head, block, exists, groups, scale, invert(back), format, cut)
+
+
+@triton.jit
+def store_product(packed, slot, head, block, exists, tile, factor, format, cut):
+    """As `store_packed` of tile * factor, the factors [BLOCK_ROWS] positive where rows have scales of their own, and 1
+    elsewhere. Its scales are within some units in the last place of those; they cost a third."""
+    groups = as_groups(tile, cut)
+    amax = largest_magnitude(groups)
+    if cut.GROUP_ROWS == 1:
+        factor = tl.reshape(factor, [cut.BLOCK_ROWS, 1, 1, 1])
+    else:
+        factor = 1.0
+    known = amax * factor
+    usable = (known > 5.9604644775390625e-08) & (known < float("inf"))
+    most: tl.constexpr = format.code.MAX
+    scale = tl.where(usable, most / amax, 0.0)
+    back = tl.where(usable, known * (1.0 / most), tl.where(known < 1.0, 1.0, float("nan")))
+    store_groups(packed, slot, head, block, exists, groups, scale, back, format, cut)
 
 
 @triton.jit
@@ -86,24 +148,55 @@ def of_keys(scale, vector, cut):
 
 
 @triton.jit
-def contract(codes, scale, decay, vector, cut):
-    """sum over keys of codes * scale * decay * vector, [BLOCK_ROWS], for decay [1, 1 or BLOCK_COLS] and vector [1,
-    BLOCK_COLS]: what all keys share multiplies the sums, the rest the vector, nothing the elements."""
+def factored(codes, scale, decay, format, cut):
+    """codes * scale * decay, for decay [1, 1 or BLOCK_COLS], as (tile [BLOCK_ROWS, BLOCK_COLS], factor [BLOCK_ROWS])
+    whose product it is."""
+    values = numbers_of(codes, format)
     if cut.GROUP_COLS == cut.BLOCK_COLS:
+        factor = of_rows(scale, cut)
         if decay.shape[1] == 1:
-            sums = tl.sum(codes * vector, 1) * (of_rows(scale, cut) * tl.reshape(decay, [1]))
+            factor *= tl.reshape(decay, [1])
         else:
-            sums = tl.sum(codes * (decay * vector), 1) * of_rows(scale, cut)
+            values *= decay
     else:
-        sums = tl.sum(codes * of_keys(scale, decay * vector, cut), 1)
+        values *= of_keys(scale, decay, cut)
+        factor = tl.full([cut.BLOCK_ROWS], 1.0, tl.float32)
+    return values, factor
+
+
+@triton.jit
+def contract(tile, vector):
+    """sum over columns of tile [rows, columns] * vector [1, columns], [rows]. Four neighbours are added by fma, one
+    after the other; a tree would take a sum and a product more for every four."""
+    if tile.shape[1] < 4:
+        sums = tl.sum(tile * vector, 1)
+    else:
+        x02, x13 = tl.split(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 4, 2, 2]))
+        y02, y13 = tl.split(tl.reshape(vector, [1, tile.shape[1] // 4, 2, 2]))
+        x0, x2 = tl.split(x02)
+        x1, x3 = tl.split(x13)
+        y0, y2 = tl.split(y02)
+        y1, y3 = tl.split(y13)
+        sums = tl.sum(x3 * y3 + (x2 * y2 + (x1 * y1 + x0 * y0)), 1)
     return sums
 
 
 @triton.jit
-def decayed(codes, scale, decay, cut):
-    """codes * scale * decay, for decay [1, 1 or BLOCK_COLS]."""
-    if cut.GROUP_COLS == cut.BLOCK_COLS:
-        tile = codes * (of_rows(scale, cut)[:, None] * decay)
+def multiplied(tile, factor):
+    """The product that `factored` leaves open."""
+    return tile * factor[:, None]
+
+
+@triton.jit
+def updated(tile, factor, update, k, cut):
+    """tile * factor + update k^T as `store_product` takes it: (tile, factor)."""
+    if cut.GROUP_ROWS == 1 and cut.GROUP_COLS == cut.BLOCK_COLS:
+        # The row over its factor costs an element one instruction. A factor that is nothing beside the update, or
+        # nothing at all, is held where both the quotient and its inverse are numbers: what is left of the old row is
+        # less than half a unit of any code.
+        factor = tl.maximum(tl.maximum(factor, tl.abs(update) * 8.673617379884035e-19), 7.888609052210118e-31)
+        tile += (update / factor)[:, None] * k
     else:
-        tile = codes * of_keys(scale, decay, cut)
-    return tile
+        tile = multiplied(tile, factor) + update[:, None] * k
+        factor = tl.full([cut.BLOCK_ROWS], 1.0, tl.float32)
+    return tile, factor

@@ -16,9 +16,14 @@ import triton.language as tl
 
 from tq.kernels.device import round_to
 from tq.kernels.producer import INPUT_DTYPES, check_choice, constant
+from tq.kernels.target import INTERPRETED
 from tq.state.bind import bind_states, check_shape, check_tensor, padded
+from tq.state.packing import contract
 
 LONGEST = 128  # entries; counts are bytes
+LEAST = 16  # entries that a matrix product takes
+# Three bf16 of each fp32, of which the six largest products are added: fp32 but for the order of sums.
+PRECISION = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
 GATES = ("head", "key_channel")
 
 
@@ -89,26 +94,26 @@ NO_RING = DeviceRing(None, 0, None, 0, None, 0, None, 0, *map(constant, (1, 1, 1
 
 
 @triton.jit
-def values_of(part, cut):
-    """(value channels of a part, whether they exist)"""
-    value = part * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
+def values_of(block, cut):
+    """(value channels of a block, whether they exist)"""
+    value = block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
     return value, value < cut.ROWS
 
 
 @triton.jit
 def read_count(ring, slot, head, part, exists, cut):
-    """Entries in use, int32; 0 of a state that does not exist."""
-    value, inside = values_of(part, cut)
-    at = ring.counts + (slot * ring.counts_stride + head * cut.ROWS) + value
-    count = tl.max(tl.load(at, mask=inside & (value < exists.to(tl.int32) * cut.ROWS), other=0).to(tl.int32), 0)
-    return tl.minimum(count, ring.LENGTH)
+    """Entries in use, int32; 0 of a state that does not exist. That of the first of the part's value channels, whose
+    counts are all the same."""
+    at = ring.counts + (slot * ring.counts_stride + head * cut.ROWS) + part * (cut.BLOCKS * cut.BLOCK_ROWS)
+    return tl.minimum(tl.load(at, mask=exists, other=0).to(tl.int32), ring.LENGTH)
 
 
 @triton.jit
 def write_count(ring, slot, head, part, count, cut):
-    value, inside = values_of(part, cut)
+    value = part * (cut.BLOCKS * cut.BLOCK_ROWS) + tl.arange(0, cut.BLOCKS * cut.BLOCK_ROWS)
     at = ring.counts + (slot * ring.counts_stride + head * cut.ROWS) + value
-    tl.store(at, (tl.zeros([cut.BLOCK_ROWS], tl.int32) + count).to(tl.uint8), mask=inside)
+    counts = (tl.zeros([cut.BLOCKS * cut.BLOCK_ROWS], tl.int32) + count).to(tl.uint8)
+    tl.store(at, counts, mask=value < cut.ROWS)
 
 
 @triton.jit
@@ -150,21 +155,26 @@ def total_of(ring, slot, head, count, cut):
 
 
 @triton.jit
-def write_entry(ring, slot, head, part, entry, k, update, total, cut):
-    """k [1, BLOCK_COLS], u [BLOCK_ROWS] of a part and the sum of log decays. All programs of a key head write its k."""
+def write_entry(ring, slot, head, part, entry, k, total, cut):
+    """k [1, BLOCK_COLS] and the sum of log decays. All programs of a key head write its k."""
     key = tl.arange(0, cut.BLOCK_COLS)[None, :]
     dtype: tl.constexpr = ring.keys.dtype.element_ty
     tl.store(entry_of_keys(ring, slot, head, entry, cut) + key, round_to(k, dtype).to(dtype), mask=key < cut.COLS)
-    value, inside = values_of(part, cut)
-    u_dtype: tl.constexpr = ring.updates.dtype.element_ty
-    tl.store(entry_of_updates(ring, slot, head, entry, cut) + value, round_to(update, u_dtype).to(u_dtype), mask=inside)
     channel, inside = decays_of(ring, cut)
     tl.store(entry_of_decays(ring, slot, head, entry) + channel, total, mask=inside)
 
 
 @triton.jit
-def read_entries(ring, slot, head, part, count, total, cut):
-    """(exp(total - G_i) k_i [PADDED, BLOCK_COLS], u_i [PADDED, BLOCK_ROWS]) of the entries in use, zeros of others."""
+def write_update(ring, slot, head, block, entry, update, cut):
+    """u [BLOCK_ROWS] of a block."""
+    value, inside = values_of(block, cut)
+    dtype: tl.constexpr = ring.updates.dtype.element_ty
+    tl.store(entry_of_updates(ring, slot, head, entry, cut) + value, round_to(update, dtype).to(dtype), mask=inside)
+
+
+@triton.jit
+def read_keys(ring, slot, head, count, total, cut):
+    """(k_i [PADDED, BLOCK_COLS], exp(total - G_i) [PADDED, 1 or BLOCK_COLS]) of the entries in use, zeros of others."""
     entry = tl.arange(0, ring.PADDED)
     if ring.DECAYS == 1:
         sums = tl.load(entry_of_decays(ring, slot, head, entry), mask=entry < count, other=0.0)[:, None]
@@ -177,25 +187,34 @@ def read_entries(ring, slot, head, part, count, total, cut):
     used = entry < count
     key = tl.arange(0, cut.BLOCK_COLS)[None, :]
     keys = tl.load(entry_of_keys(ring, slot, head, entry, cut) + key, mask=used & (key < cut.COLS), other=0.0)
-    keys = keys.to(tl.float32) * tl.exp(total - sums)
-    value, inside = values_of(part, cut)
-    updates = tl.load(
-        entry_of_updates(ring, slot, head, entry, cut) + value[None, :], mask=used & inside[None, :], other=0.0
-    )
-    return keys, updates.to(tl.float32)
+    return keys.to(tl.float32), tl.exp(total - sums)
 
 
 @triton.jit
-def fold(tile, ring, slot, head, part, count, total, cut):
+def with_entries(keys, decays, vector):
+    """exp(total - G_i) k_i vector for the vector [1, BLOCK_COLS], [PADDED]."""
+    if decays.shape[1] == 1:
+        sums = contract(keys, vector) * tl.reshape(decays, [keys.shape[0]])
+    else:
+        sums = contract(keys * decays, vector)
+    return sums
+
+
+@triton.jit
+def read_updates(ring, slot, head, block, count, cut):
+    """u_i [BLOCK_ROWS, PADDED] of a block and of the entries in use, zeros of others."""
+    entry = tl.arange(0, ring.PADDED)[None, :]
+    value, inside = values_of(block, cut)
+    at = entry_of_updates(ring, slot, head, entry, cut) + value[:, None]
+    return tl.load(at, mask=(entry < count) & inside[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def fold(tile, ring, slot, head, block, count, total, cut):
     """tile + sum of u_i (exp(total - G_i) k_i)^T over the entries in use, [BLOCK_ROWS, BLOCK_COLS]."""
-    key = tl.arange(0, cut.BLOCK_COLS)
-    value, in_values = values_of(part, cut)
-    for entry in range(0, count):
-        decay = tl.exp(total - total_of(ring, slot, head, entry + 1, cut))
-        k = tl.load(entry_of_keys(ring, slot, head, entry, cut) + key, mask=key < cut.COLS, other=0.0).to(tl.float32)
-        u = tl.load(entry_of_updates(ring, slot, head, entry, cut) + value, mask=in_values, other=0.0).to(tl.float32)
-        tile += u[:, None] * (k[None, :] * decay)
-    return tile
+    keys, decays = read_keys(ring, slot, head, count, total, cut)
+    updates = read_updates(ring, slot, head, block, count, cut)
+    return tile + tl.dot(updates, keys * decays, input_precision=PRECISION)
 
 
 def bind_ring(op: str, ring: Ring, codes: torch.Tensor) -> DeviceRing:
@@ -232,5 +251,5 @@ def bind_ring(op: str, ring: Ring, codes: torch.Tensor) -> DeviceRing:
         )
     ]
     strides = [number for place in places for number in (place.data, place.stride)]
-    constants = heads // key_heads, length, padded(length), width, ring.drafts
+    constants = heads // key_heads, length, max(padded(length), LEAST), width, ring.drafts
     return DeviceRing(*strides, *map(constant, constants))

@@ -90,8 +90,8 @@ def load_kda_gates(gates, request, head, key, mask, cut):
 
 
 @triton.jit
-def load_step(given, row, head, value, in_values, cut):
-    """(q [keys], k [keys], v [values], log decay [1, 1] or [1, keys], beta) of a row, in fp32; q and k as they are."""
+def load_step(given, row, head, cut):
+    """(q [keys], k [keys], log decay [1, 1] or [1, keys], beta) of a row, in fp32; q and k as they are."""
     key = tl.arange(0, cut.BLOCK_COLS)
     in_keys = key < cut.COLS
     start = given.qkv.data + row * given.qkv.stride
@@ -99,9 +99,15 @@ def load_step(given, row, head, value, in_values, cut):
     channel = head // given.step.GROUP * cut.COLS + key
     q = tl.load(start + channel, mask=in_keys, other=0.0).to(tl.float32)
     k = tl.load(start + keys + channel, mask=in_keys, other=0.0).to(tl.float32)
-    v = tl.load(start + 2 * keys + head * cut.ROWS + value, mask=in_values, other=0.0).to(tl.float32)
     log_decay, beta = given.step.load_gates(given.gates, row, head, key, in_keys, cut)
-    return q, k, v, log_decay, beta
+    return q, k, log_decay, beta
+
+
+@triton.jit
+def load_values(given, row, head, value, in_values, cut):
+    """v [values] of a row, in fp32."""
+    start = given.qkv.data + row * given.qkv.stride + cut.HEADS // given.step.GROUP * (2 * cut.COLS)
+    return tl.load(start + head * cut.ROWS + value, mask=in_values, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -111,6 +117,14 @@ def norm(vector, given):
     if given.step.NORMALIZE:
         length = tl.sqrt(tl.sum(vector * vector, 0) + 1e-6)
     return length
+
+
+@triton.jit
+def load_vectors(given, row, head, cut):
+    """As `load_step`, with q and k normalized and q scaled. One factor for all keys: a division of each would cost more
+    than codes do."""
+    q, k, log_decay, beta = load_step(given, row, head, cut)
+    return q * (given.scale / norm(q, given)), k * (1.0 / norm(k, given)), log_decay, beta
 
 
 @triton.jit

@@ -1,0 +1,106 @@
+"""What only states of several blocks show, and products in integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from helpers import DEVICE, assert_same_bits, float64
+from state_helpers import indices
+from test_state_decode import KINDS, LIVE, SLOTS, Case, close
+from test_state_decode_packed import held, packed_of, redraw, run
+
+import tq.state
+from tq.state import bind
+from tq.state.digits import digits_of, products, sums
+
+
+def shaped(monkeypatch, programs: int) -> None:
+    """Blocks of 16 rows, merged while there are so many programs."""
+    for name in ("packed_tuning", "ring_tuning"):
+        monkeypatch.setattr(bind, name, bind.Tuning(part=512, programs=programs))
+
+
+@pytest.mark.parametrize(("kind", "bound"), KINDS)
+@pytest.mark.parametrize(
+    ("code", "granularity", "ring"),
+    [
+        ("int8", "value_channel", {}),
+        ("fp8_e4m3", "group16", {}),
+        ("int8", "value_channel", {"length": 2, "dtype": torch.float32}),
+        ("fp8_e4m3", "value_channel", {"length": 2}),
+    ],
+)
+def test_blocks_of_a_program_are_those_of_programs(monkeypatch, kind, bound, code, granularity, ring):
+    """Three blocks by one program, the last of four missing, bit for bit as by three; outputs are the recurrence's."""
+    case = Case(kind, bound, torch.float32)
+    alone, together = (packed_of(case, code, granularity, **ring) for _ in range(2))
+    for token in range(3):
+        old = held(together)
+        shaped(monkeypatch, 10**9)
+        want = run(case, alone)
+        shaped(monkeypatch, 1)
+        out = run(case, together)
+        assert_same_bits(out, want)
+        for request, slot in enumerate(SLOTS):
+            for head in range(4) if request in LIVE and token == 2 else ():
+                close(out[request, head], case.recurrence(request, head, old[slot, head])[1])
+        redraw(case)
+    for a, b in zip(alone.tensors[:2], together.tensors[:2], strict=True):
+        assert_same_bits(a.view(torch.uint8), b.view(torch.uint8))
+    assert_same_bits(held_bits(alone), held_bits(together))
+
+
+def held_bits(state: tq.state.PackedState) -> torch.Tensor:
+    return tq.state.unpack(state, indices([2, 3, 5]))
+
+
+def test_a_batch_has_as_many_programs_as_asked_for():
+    cut = bind.cut_of(32, 128, 128, bind.GRANULARITIES["value_channel"], "value_first", 2048)
+    shapes = {b: bind.merged(cut, b, 1024) for b in (1, 4, 8, 16, 32, 512)}
+    assert {b: (s.PARTS.value, s.BLOCKS.value) for b, s in shapes.items()} == {
+        1: (8, 1), 4: (8, 1), 8: (4, 2), 16: (2, 4), 32: (1, 8), 512: (1, 8)
+    }  # fmt: skip
+    odd = bind.merged(bind.cut_of(4, 80, 32, bind.GRANULARITIES["value_channel"], "value_first", 512), 6, 1)
+    assert (odd.PARTS.value, odd.BLOCKS.value) == (1, 8)
+
+
+@triton.jit
+def products_kernel(codes, k, q, out, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    key, row = tl.arange(0, KEYS), tl.arange(0, ROWS)
+    digits, weights = digits_of(tl.load(k + key), tl.load(q + key))
+    tile = tl.load(codes + row[:, None] * KEYS + key[None, :])
+    of_k, of_q = sums(products(tile, digits, weights))
+    tl.store(out + row, of_k)
+    tl.store(out + ROWS + row, of_q)
+
+
+def by_digits(codes: torch.Tensor, k: torch.Tensor, q: torch.Tensor) -> np.ndarray:
+    out = torch.empty(2, codes.shape[0], device=DEVICE)
+    products_kernel[(1,)](codes, k, q, out, *codes.shape)
+    return float64(out)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+def test_products_by_digits(spread):
+    """k and q of magnitudes 2^+-spread: no further from float64 than fp32 sums of fp32 products may be."""
+    codes = torch.randint(-128, 128, (32, 128), dtype=torch.int8, device=DEVICE)
+    k, q = (torch.randn(128, device=DEVICE) * torch.exp2(spread * torch.randn(128, device=DEVICE)) for _ in range(2))
+    exact = float64(codes.float()) @ np.stack([float64(k), float64(q)]).T
+    largest = np.abs(np.stack([float64(k), float64(q)])).max(1)
+    found = by_digits(codes, k, q)
+    # Digits: 128 codes of 128, half a unit of the last place each. fp32: of each of four sums, which are below 2^21.
+    bound = 128 * 128 * largest * (2.0**-32 + 2.0**-23)
+    assert (np.abs(found.T - exact) <= bound).all()
+    assert (np.abs(found.T - exact) <= 1e-5 * np.abs(exact) + 2.0**-20 * largest).all()
+
+
+def test_products_by_digits_of_what_is_no_number():
+    codes = torch.ones(16, 32, dtype=torch.int8, device=DEVICE)
+    k, q = torch.ones(32, device=DEVICE), torch.zeros(32, device=DEVICE)
+    for bad in (torch.nan, torch.inf):
+        k[5] = bad
+        found = by_digits(codes, k, q)
+        assert np.isnan(found[0]).all() and (found[1] == 0).all()
