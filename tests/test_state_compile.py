@@ -56,8 +56,9 @@ def compiled(tmp_path_factory):
     return lambda chosen: found[name_of(chosen)]
 
 
-# Held to 128 registers a thread, with which they are faster than without a spill (perf/notes.md): a replay spills where
-# it rounds, once in a window. Without a conversion instruction (sm_80) a register is missing in qdq_ too.
+# Held to 128 registers a thread. Decode steps and replays gain more by that on an H200 than their spills cost
+# (perf/notes.md); a replay spills where it rounds, once in a window. For commit, and for sm_80, which has no conversion
+# instruction, that is not measured.
 SPILLING = ("check", "gdn_decode", "kda_decode", "commit")
 
 
