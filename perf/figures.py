@@ -129,9 +129,9 @@ def figures() -> str:
     exhaustive = [row for row in verify["rows"] if "made" in row]
     lines += [
         "",
-        f"Checked there: {verify['checks']} checks, {verify['failures']} failures (named in the data, what became of them "
-        f"in `perf/notes.md`), among them {sum(row['made'] for row in exhaustive):,} encodings, roundings, divisions and "
-        "reciprocals, all of bf16 and fp16.",
+        f"Checked there: {verify['checks']} checks, {verify['failures']} failures (named in the data, what became of "
+        f"them in `perf/notes.md`), among them {sum(row['made'] for row in exhaustive):,} encodings, roundings, "
+        "divisions and reciprocals, all of bf16 and fp16.",
     ]
     return "\n".join(lines) + "\n"
 
