@@ -47,14 +47,16 @@ class Compiling:
         self.compiled = compile_for(self.target, self.kernel, *arguments, **options)
 
 
-def compile_one(target: str, producer: str, scheme: str, dtype: str, hidden_size: int, check: bool = False) -> Any:
+def compile_one(
+    target: str, producer: str, scheme: str, dtype: str, hidden_size: int, check: bool = False, tokens: int = 1024
+) -> Any:
     """The compiled kernel of a call, or of its check, with the arguments of the producer's example."""
     gpu, facts = targets_of(target)
     module, name = (check_module, "check_rows_kernel") if check else (launch_module, "quantize_rows_kernel")
     standing = Compiling(check_rows_kernel if check else quantize_rows_kernel, gpu)
     setattr(module, name, standing)
     launch_module.target_of, module.check_device = lambda device: facts, lambda op, device: None
-    arguments, options = tq.PRODUCERS[producer].example(1024, hidden_size, getattr(torch, dtype), "cpu")
+    arguments, options = tq.PRODUCERS[producer].example(tokens, hidden_size, getattr(torch, dtype), "cpu")
     options |= static_inputs(scheme, "cpu")
     if check:
         with tq.use_reference():

@@ -75,6 +75,7 @@ SUMS = [
     for i, name in enumerate(name for name, producer in tq.PRODUCERS.items() if producer.moments)
 ]
 SUMS_CHECKED = [{**each, "check": True} for each in SUMS]
+SUMS_OF_FEW = [{**each, "tokens": 8} for each in SUMS]
 ALL = [
     combination(target, producer, scheme, dtype, 4096, check)
     for target in TARGETS
@@ -111,7 +112,8 @@ def compile_all(
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Facts of the combinations of this session's selection."""
-    found = compile_all(SPREAD + HOPPER + LENGTHS + BLACKWELL + SUMS + SUMS_CHECKED, tmp_path_factory.mktemp("triton"))
+    chosen = SPREAD + HOPPER + LENGTHS + BLACKWELL + SUMS + SUMS_CHECKED + SUMS_OF_FEW
+    found = compile_all(chosen, tmp_path_factory.mktemp("triton"))
     return lambda chosen: found[name_of(chosen)]
 
 
@@ -181,12 +183,14 @@ def test_every_pair_of_elements_is_one_conversion(compiled, chosen):
     assert 4 * converted == sum(size for size in facts["loads"] if size == 16)
 
 
-@pytest.mark.parametrize(("call", "check"), list(zip(SUMS, SUMS_CHECKED, strict=True)), ids=name_of)
-def test_a_check_adds_in_the_order_of_the_call(compiled, call, check):
-    """Else y would differ in its last bit, and right scales and codes would count as wrong."""
+@pytest.mark.parametrize("other", [*SUMS_CHECKED, *SUMS_OF_FEW], ids=name_of)
+def test_sums_are_made_in_one_order(compiled, other):
+    """By a check, else y would differ in its last bit, and right scales and codes would count as wrong; and with few
+    tokens, where weights are read earlier, else a token's bits would depend on its batch."""
+    (call,) = (each for each in SUMS if each["producer"] == other["producer"])
     moments = len(tq.PRODUCERS[call["producer"]].moments)
-    of_call, of_check = (compiled(each)["reductions"][:moments] for each in (call, check))
-    assert of_call == of_check and len(of_call) == moments
+    expected, found = (compiled(each)["reductions"][:moments] for each in (call, other))
+    assert expected == found and len(expected) == moments
 
 
 @pytest.mark.compile_all

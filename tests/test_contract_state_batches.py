@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DEVICE, assert_same_bits
+from comparing import assert_same_bits
+from helpers import DEVICE
 from state_helpers import cache, rounded
 
 from tq.contract import packed_layers, state

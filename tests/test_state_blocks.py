@@ -7,7 +7,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DEVICE, assert_same_bits, float64
+from comparing import assert_same_bits
+from formulas import float64
+from helpers import DEVICE
 from state_helpers import indices
 from test_state_decode import KINDS, LIVE, SLOTS, Case, close
 from test_state_decode_packed import held, packed_of, redraw, run
