@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
-from tq.contract import vllm
+from tq.contract import hooks, vllm
 
 pytestmark = pytest.mark.vllm
 if vllm.unsupported_version() is not None:
@@ -38,14 +38,14 @@ def test_quantizer_for_builds_without_one(shape):
         scaled_fp8_quant(x, torch.ones(2))
 
 
-@pytest.mark.parametrize("loader", vllm.LOADERS)
+@pytest.mark.parametrize("loader", hooks.LOADERS)
 def test_a_model_is_seen_once_its_weights_are_final_whichever_loader_ran(monkeypatch, loader):
     events = []
-    modules = {name: importlib.import_module(f"vllm.model_executor.model_loader.{name}") for name in vllm.LOADERS}
+    modules = {name: importlib.import_module(f"vllm.model_executor.model_loader.{name}") for name in hooks.LOADERS}
     for module in modules.values():
         monkeypatch.setattr(module, "process_weights_after_loading", lambda *args: events.append(("final", args)))
     for _ in range(2):
-        vllm.hook_model_loading(lambda model: events.append(("seen", model)))
+        hooks.hook_model_loading(lambda model: events.append(("seen", model)))
     modules[loader].process_weights_after_loading("model", "config", "device")
     assert events == [("final", ("model", "config", "device")), ("seen", "model")]
 
@@ -62,7 +62,7 @@ def test_the_key_of_the_compile_cache_tells_builds_of_tq_apart(monkeypatch, give
     monkeypatch.setattr(EngineArgs, "create_engine_config", create)
     prints = ["0.1.0:a", "0.1.0:a", "0.1.0:b"]
     for _ in range(2):  # installing twice is harmless
-        vllm.hook_cache_identity(lambda: prints[0])
+        hooks.hook_cache_identity(lambda: prints[0])
     found = [create(SimpleNamespace(additional_config=dict(given)))]
     while prints:
         arguments = SimpleNamespace(additional_config=dict(given))

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 import tq
-from tq.contract import consumers, route, vllm
+from tq.contract import consumers, hooks, route, vllm
 from tq.contract.consumers import Reads
 
 pytestmark = pytest.mark.vllm
@@ -162,7 +162,7 @@ def test_token_kernel_takes_the_key_it_could_always_have_taken(name, monkeypatch
             (A[: output_shape[0]].float() * As[: output_shape[0]]) @ B.float() * Bs.t()
         ).to(out_dtype),
     )
-    vllm.supply_missing_quantizer()
+    hooks.supply_missing_quantizer()
     layer = layer_of(kernel, weight=weight(torch.float8_e4m3fn).t(), weight_scale=torch.full((N, 1), 0.5))
     x = powers()
     expected = kernel.apply_weights(layer, x)

@@ -12,7 +12,7 @@ from contract_fakes import (
 
 import tq
 from tq import contract
-from tq.contract import boundaries, plugin, vllm
+from tq.contract import boundaries, hooks, plugin, vllm
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def unregistered(monkeypatch):
     calls = []
     monkeypatch.setattr(vllm, "unsupported_version", lambda: None)
     for name in ("hook_cache_identity", "supply_missing_quantizer", "hook_model_building", "hook_model_loading"):
-        monkeypatch.setattr(vllm, name, lambda *args, name=name: calls.append(name))
+        monkeypatch.setattr(hooks, name, lambda *args, name=name: calls.append(name))
     return calls
 
 
@@ -53,7 +53,7 @@ def test_register_never_raises(unregistered, monkeypatch):
     def broken(*args):
         raise RuntimeError("moved")
 
-    monkeypatch.setattr(vllm, "hook_model_loading", broken)
+    monkeypatch.setattr(hooks, "hook_model_loading", broken)
     plugin.register()
     assert "moved" in contract.report().disabled
 
@@ -98,6 +98,6 @@ def test_versions_that_were_tested_and_no_others(monkeypatch, version, on_cpu, r
     module.__version__ = version
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.version", module)
-    monkeypatch.setattr(vllm, "_on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(vllm, "on_cpu", lambda: on_cpu)
     found = vllm.unsupported_version()
     assert found is None if refused is None else refused in found and version in found

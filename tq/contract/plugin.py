@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import tq
-from tq.contract import boundaries, packed_layers, pairing, vllm
+from tq.contract import boundaries, hooks, packed_layers, pairing, vllm
 from tq.contract.state import apply_recipe
 
 _registered = False
@@ -37,10 +37,10 @@ def register() -> None:
             boundaries.disable(unsupported)
             vllm.logger.warning("tq is disabled: %s", unsupported)
             return
-        vllm.hook_cache_identity(fingerprint)
-        vllm.supply_missing_quantizer()
-        vllm.hook_model_building(packed_layers.prepare_layers, packed_layers.declare_pages)
-        vllm.hook_model_loading(_after_loading)
+        hooks.hook_cache_identity(fingerprint)
+        hooks.supply_missing_quantizer()
+        hooks.hook_model_building(packed_layers.prepare_layers, packed_layers.declare_pages)
+        hooks.hook_model_loading(_after_loading)
     except Exception as error:  # a plugin must not stop the engine
         boundaries.disable(f"registration failed: {error}")
         vllm.logger.exception("tq is disabled: registration failed")
