@@ -21,7 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -31,9 +31,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA starts in en
 
 import typer
 
-from perf.engine import turn
+from perf.engine_process import turn
 from perf.provenance import gpu_folder, provenance, write
 from perf.state_checkpoints import MODELS, write_checkpoint
+from perf.state_verdict import CODES, ENGINES, RECIPES, Engine, failures
 
 NEW_TOKENS, ROUNDS = 32, 3
 BATCHES = (1, 64, 256)
@@ -41,49 +42,6 @@ STEP = 512  # tokens of a step
 PROMPTS = (1, 33, 500, 1300, 7, 700)  # some go on while others decode
 CACHE = 5 << 29  # bytes, of every engine that is timed
 ATTENTION = {"qwen3_next": "TRITON_ATTN", "kimi_linear": "TRITON_MLA"}
-CODES = {"int8": "int8_narrow", "fp8": "fp8_e4m3"}
-PACKED = "num_bits: 8, type: dynamic, axis: [0, 1, 3], narrow_range: true, packed: true"
-RECIPES = {  # rules for GDN and for KDA
-    "int8": ("num_bits: 8, type: dynamic, axis: [0, 1], narrow_range: true",) * 2,
-    "fp8": ("num_bits: [4, 3], type: dynamic, axis: [0, 1]",) * 2,
-    "packed": (PACKED,) * 2,
-    "replay": (f"{PACKED}, replay: 16", f"{PACKED}, replay: 8"),
-}
-
-
-class Engine(NamedTuple):
-    """recipe: a name in RECIPES, "none", or "plugin_off". mode: "eager", "graphs" (of the kernels of eager mode, not
-    timed) or "default" (vLLM's own choice). watched: look at all states in a small cache. drafts: tokens guessed from
-    the prompt. state: dtype of the states."""
-
-    recipe: str
-    mode: str
-    watched: bool = False
-    drafts: int = 0
-    state: str = "float32"
-
-    @property
-    def name(self) -> str:
-        parts = [self.recipe, self.mode, "watched" * self.watched, f"drafts{self.drafts}" * (self.drafts > 0)]
-        return "-".join(part for part in [*parts, "" if self.state == "float32" else self.state] if part)
-
-    @property
-    def timed(self) -> bool:
-        return not self.watched and self.mode != "graphs"
-
-
-ENGINES = {
-    engine.name: engine
-    for engine in (
-        *(
-            Engine(recipe, mode)
-            for mode in ("eager", "graphs", "default")
-            for recipe in ("plugin_off", "none", *RECIPES)
-        ),
-        Engine("plugin_off", "default", state="bfloat16"),
-        *(Engine(recipe, "eager", watched=True, drafts=drafts) for recipe in CODES for drafts in (0, 3)),
-    )
-}
 
 
 def runs(model: str, engine: Engine) -> bool:
@@ -252,39 +210,6 @@ def all_engines(models: list[str], engines: list[Engine], patience: float) -> li
             row["error"] = (folder / f"{name}.log").read_text()[-6000:]
         rows.append(row)
     return rows
-
-
-def failures(rows: list[dict[str, Any]]) -> list[str]:
-    """What does not hold, of one model."""
-    found = [f"{row['engine']}: came to no end" for row in rows if "error" in row]
-    by_name = {row["engine"]: row for row in rows if "repeats" in row}
-    for name, row in by_name.items():
-        engine = ENGINES[name]
-        off, eager = (
-            by_name.get(engine._replace(**change).name) for change in ({"recipe": "plugin_off"}, {"mode": "eager"})
-        )
-        if not row["repeats"]:
-            found.append(f"{name}: does not repeat itself")
-        if engine.recipe == "none" and off and any(row[batch] != off[batch] for batch in ("mixed", "even")):
-            found.append(f"{name}: differs from the engine without the plugin")
-        if engine.mode == "graphs" and eager and row["even"] != eager["even"]:
-            found.append(f"{name}: differs from eager steps")
-        if engine.recipe in RECIPES and off and row["mixed"] == off["mixed"]:
-            found.append(f"{name}: rounding makes no difference")
-        if engine.recipe == "packed" and off and off["state_slots"] > 0.35 * row["state_slots"]:
-            found.append(f"{name}: {row['state_slots']} slots, {off['state_slots']} of fp32")
-        found += [f"{name}: {each}" for each in unseen(engine, row["watched"])] if "watched" in row else []
-    return found
-
-
-def unseen(engine: Engine, seen: dict[str, int]) -> list[str]:
-    """What a watched engine did that it must not, or did not do."""
-    found = [f"{count} {key}" for key, count in seen.items() if key.startswith("wrong_") and count]
-    calls = sum(count for key, count in seen.items() if key.startswith("roundings_"))
-    if not seen["layers"] or calls < seen["layers"] * seen["steps"]:
-        found.append(f"{calls} roundings in {seen['steps']} steps of {seen['layers']} layers")
-    wanted = ["prompts_continued", "nonzero_states_read", *["later_columns"] * (engine.drafts > 0)]
-    return found + [f"no {key}" for key in wanted if not seen.get(key)]
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:

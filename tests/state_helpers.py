@@ -22,6 +22,15 @@ SHARED = {
     "group64": (1, 64),
 }
 TINY = np.float32(2.0**-24)
+HEADS, VALUES, KEYS = 2, 80, 24  # no powers of two; more values than a tile has
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LAYOUTS = {"value_first": (VALUES, KEYS), "key_first": (KEYS, VALUES)}
+# Every granularity in both layouts, codes and dtypes in turn so that all pairs of them come.
+FORMS = [
+    (granularity, layout, list(LARGEST)[(i + j) % 3], DTYPES[(i + 2 * j) % 3])
+    for i, granularity in enumerate(SHARED)
+    for j, layout in enumerate(LAYOUTS)
+]
 
 
 def round_group(x: np.ndarray, code: str) -> np.ndarray:

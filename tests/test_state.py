@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import torch
 from comparing import assert_same_bits, bits
-from formulas import float64
 from helpers import DEVICE
-from state_helpers import LARGEST, SHARED, TINY, assert_same_states, cache, indices, rounded
+from state_helpers import (
+    DTYPES,
+    FORMS,
+    HEADS,
+    KEYS,
+    LARGEST,
+    LAYOUTS,
+    SHARED,
+    TINY,
+    VALUES,
+    assert_same_states,
+    cache,
+    indices,
+    rounded,
+)
 from test_codes import on_device
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,17 +29,7 @@ import tq.state
 from tq.kernels.codes import INT8, INT8_NARROW
 from tq.state import bind, qdq
 
-HEADS, VALUES, KEYS = 2, 80, 24  # no powers of two; more values than a tile has
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYOUTS = {"value_first": (VALUES, KEYS), "key_first": (KEYS, VALUES)}
-# Every granularity in both layouts, codes and dtypes in turn so that all pairs of them come.
-FORMS = [
-    (granularity, layout, list(LARGEST)[(i + j) % 3], DTYPES[(i + 2 * j) % 3])
-    for i, granularity in enumerate(SHARED)
-    for j, layout in enumerate(LAYOUTS)
-]
 every_code = pytest.mark.parametrize("code", LARGEST)
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def test_every_format_has_its_oracle():
@@ -118,83 +119,6 @@ def test_the_full_range_has_no_value_that_the_narrow_one_has_not():
     tq.state.qdq_(state, indices([1, 2]), code="int8")
     tq.state.qdq_(narrow, indices([1, 2]), code="int8_narrow")
     assert_same_bits(state, narrow)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("ids", [[3, -1, 5, -1], [-1, -1], [0, 5], [8, 3, 2**20], [-(2**31), 2**31 - 1]])
-def test_o23_negative_null_and_too_large_slots(dtype, ids):
-    pool = torch.full((12, 2, 8, 16), 777.0, device=DEVICE)
-    state = pool[2:10]
-    state.copy_(torch.randn(state.shape))
-    before = pool.clone()
-    live = [slot for slot in ids if 0 < slot < 8]
-    before[2:10][live] = rounded(state[live], "int8") if live else state[live]
-    tq.state.qdq_(state, indices(ids, dtype))
-    assert_same_bits(pool, before)
-    gathered = tq.state.gather(state, indices(ids, dtype))
-    want = torch.stack([state[slot] if slot in live else torch.zeros_like(state[0]) for slot in ids])
-    assert_same_bits(gathered, want)
-    tq.state.scatter_(state, indices(ids, dtype), torch.full_like(gathered, 5.0))
-    before[2:10][live] = 5.0
-    assert_same_bits(pool, before)
-
-
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-def test_o23_accepted_tokens_choose_the_column(ids_dtype):
-    """0 accepted, more than there are columns, and numbers that would be another row's slots are skipped."""
-    state, _ = cache(16, 1, 8, 8)
-    before = state.clone()
-    ids = indices([[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12], [13, 14, 15], [0, -1, 15]], ids_dtype)
-    accepted = indices([1, 3, 0, 4, 2, 2])
-    for wide in (torch.zeros(6, 8, dtype=ids_dtype, device=DEVICE)[:, ::2][:, :3].copy_(ids), ids):
-        state.copy_(before)
-        tq.state.qdq_(state, wide, num_accepted_tokens=accepted)
-        live = [1, 6, 14]
-        want = before.clone()
-        want[live] = rounded(before[live], "int8")
-        assert_same_bits(state, want)
-    gathered = tq.state.gather(before, ids, num_accepted_tokens=accepted.long())
-    assert [float(row.abs().sum()) > 0 for row in gathered] == [True, True, False, False, True, False]
-    assert_same_bits(gathered[[0, 1, 4]], before[live])
-
-
-@every_code
-def test_o24_fresh_request_on_a_dirty_slot(code):
-    """What the last tenant left, NaN included, is neither read nor changed; gathered, it is zero."""
-    pool = torch.full((5, HEADS, 16, 8), torch.nan, device=DEVICE)
-    pool[3] = torch.randn(HEADS, 16, 8)
-    before = pool.clone()
-    has_state = torch.tensor([False, True], device=DEVICE)
-    gathered = tq.state.gather(pool, indices([1, 3]), code=code, has_initial_state=has_state)
-    assert_same_bits(pool, before)
-    assert_same_bits(gathered, torch.stack([torch.zeros_like(pool[0]), rounded(before[3], code)]))
-    tq.state.qdq_(pool, indices([1, 3]), code=code, has_initial_state=has_state)
-    before[3] = rounded(before[3], code)
-    assert_same_bits(pool, before)
-    tq.state.scatter_(pool, indices([1, 3]), gathered)
-    before[[1, 3]] = gathered
-    assert_same_bits(pool, before)
-
-
-@pytest.mark.parametrize("varying", ["values", "keys"])
-@pytest.mark.parametrize("size", [(64, 64), (64, 32)])
-@every_layout
-def test_o25_the_axis_that_shares_a_scale(varying, size, layout):
-    """Magnitudes 2^-8 to 2^8 along one axis: scales along it keep every channel, scales across it lose the small."""
-    values, keys = size
-    magnitude = torch.exp2(torch.linspace(-8, 8, values if varying == "values" else keys))
-    head = torch.sign(torch.randn(values, keys)) * (1.0 + torch.rand(values, keys))
-    head *= magnitude[:, None] if varying == "values" else magnitude[None, :]
-    by = {"values": "value_channel", "keys": "key_channel"}
-    worst = {}
-    for axis, granularity in by.items():
-        state = head if layout == "value_first" else head.T
-        state = state[None, None].clone(memory_format=torch.contiguous_format).to(DEVICE)
-        tq.state.qdq_(state, indices([0]), granularity=granularity, layout=layout, null_slot=None)
-        back = state[0, 0].cpu() if layout == "value_first" else state[0, 0].cpu().T
-        worst[axis] = float(((back - head).abs() / head.abs()).max())
-    other = "keys" if varying == "values" else "values"
-    assert worst[varying] < 2 / 127 and worst[other] > 0.9
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the file is in memory of the CPU")
@@ -307,101 +231,3 @@ def test_empty_batches_and_caches(batch):
     tq.state.qdq_(empty, ids)
     assert tq.state.gather(empty, ids).abs().sum() == 0
     assert tq.state.check(empty, ids).worst_ulps == 0.0
-
-
-class TestCheck:
-    @pytest.mark.parametrize(("granularity", "layout", "code", "dtype"), FORMS)
-    def test_is_the_error_in_float64(self, granularity, layout, code, dtype):
-        state, _ = cache(4, HEADS, *LAYOUTS[layout], dtype=dtype)
-        before, options = state.clone(), {"code": code, "granularity": granularity, "layout": layout}
-        ids = indices([3, 0, 1])
-        report = tq.state.check(state, ids, **options)
-        assert_same_bits(state, before, "the check changes nothing")
-        assert report.ok and report.rows.shape[:2] == (3, HEADS) and not report.rows[1].any()
-        after = rounded(state[[3, 1]], code, granularity, layout)
-        error, signal = float64(after) - float64(state[[3, 1]]), float64(state[[3, 1]])
-        snr = 10 * np.log10((signal**2).sum((2, 3)) / (error**2).sum((2, 3)))
-        assert np.allclose(float64(report.snr_db[[0, 2]]), snr, rtol=1e-4)
-        assert 0.45 < report.worst_ulps <= 0.5 + {torch.float32: 1e-4, torch.float16: 0.07, torch.bfloat16: 0.5}[dtype]
-        tq.state.qdq_(state, ids, **options)
-        again = tq.state.check(before, ids, quantized=state, **options)
-        assert_same_bits(again.rows, report.rows)
-
-    def test_worst_ulps_by_hand(self):
-        """amax 127 makes the step of INT8 one: 0.5 is lost as half a step, and 126.75 as a quarter."""
-        state = torch.zeros(1, 2, 4, 4, device=DEVICE)
-        state[0, :, 0, 0] = 127.0
-        state[0, 0, 1, 1], state[0, 1, 2, 2] = 0.5, 126.75
-        report = tq.state.check(state, indices([0]), null_slot=None)
-        assert report.column("worst_ulps").tolist() == [[0.5, 0.25]]
-        assert report.column("noise").tolist() == [[0.25, 0.0625]]
-
-    def test_finds_what_is_wrong(self):
-        state, _ = cache(3, HEADS, 16, 16)
-        state[2, 0, 3, 3] = torch.nan
-        after = state.clone()
-        ids = indices([1, 2])
-        tq.state.qdq_(after, ids)
-        after[1, 1, 4, 5] *= 1.5
-        after[2, 1, 0, 0] = torch.nan
-        report = tq.state.check(state, ids, quantized=after)
-        assert not report.ok
-        assert report.column("wrong").tolist() == [[0.0, 1.0], [0.0, 1.0]]
-        assert report.column("nonfinite").tolist() == [[0.0, 0.0], [256.0, 1.0]]
-        assert report.column("worst_ulps")[0, 1] > 0.5
-
-
-def arguments():
-    state, _ = cache(4, HEADS, 8, 16)
-    return state, indices([1, 2])
-
-
-class NotATensor:
-    pass
-
-
-BAD = [
-    (TypeError, "state must be a tensor", lambda s, i: (NotATensor(), i), {}),
-    (TypeError, "state must be bfloat16 or float16 or float32, got torch.float64", lambda s, i: (s.double(), i), {}),
-    (ValueError, "state must be [slots, heads, rows, columns], got shape (4, 16, 16)",
-     lambda s, i: (s.flatten(1, 2), i), {}),
-    (ValueError, "heads of state must be dense", lambda s, i: (s.transpose(2, 3), i), {}),
-    (ValueError, "slots of state must not overlap", lambda s, i: (s[:1].expand(4, -1, -1, -1), i), {}),
-    (NotImplementedError, "at most 65536 elements", lambda s, i: (torch.zeros(1, 1, 257, 256, device=DEVICE), i), {}),
-    (TypeError, "slots must be int32 or int64, got torch.int16", lambda s, i: (s, i.short()), {}),
-    (ValueError, "slots must be [B], got shape (2, 1)", lambda s, i: (s, i[:, None]), {}),
-    (ValueError, "slots must be [B, T] with num_accepted_tokens", lambda s, i: (s, i), {"num_accepted_tokens": "ids"}),
-    (ValueError, "slots must be on", lambda s, i: (s, i.to("meta")), {}),
-    (ValueError, "null_slot must be a slot or None, got -1", lambda s, i: (s, i), {"null_slot": -1}),
-    (TypeError, "has_initial_state must be bool", lambda s, i: (s, i), {"has_initial_state": "ids"}),
-    (ValueError, "has_initial_state must be contiguous",
-     lambda s, i: (s, i), {"has_initial_state": torch.ones(4, dtype=torch.bool, device=DEVICE)[::2]}),
-    (ValueError, "code must be one of 'int8', 'int8_narrow', 'fp8_e4m3'", lambda s, i: (s, i), {"code": "int4"}),
-    (ValueError, "code must be named, got None", lambda s, i: (s, i), {"code": None}),
-    (ValueError, "granularity must be one of 'head'", lambda s, i: (s, i), {"granularity": "row"}),
-    (ValueError, "layout must be one of 'value_first', 'key_first'", lambda s, i: (s, i), {"layout": "vk"}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "message", "change", "options"), BAD, ids=[message for _, message, _, _ in BAD])
-@pytest.mark.parametrize("name", ["qdq_", "check"])
-def test_bad_arguments_change_nothing(name, kind, message, change, options):
-    state, ids = arguments()
-    before = state.clone()
-    options = {key: ids if value == "ids" else value for key, value in options.items()}
-    with pytest.raises(kind, match=re.escape(message)) as caught:
-        getattr(tq.state, name)(*change(state, ids), **options)
-    assert str(caught.value).startswith(f"state.{name}: ")
-    assert_same_bits(state, before)
-
-
-def test_bad_tensors_beside_the_cache():
-    state, ids = arguments()
-    before = state.clone()
-    with pytest.raises(ValueError, match=r"state.gather: out must have shape \(2, 2, 8, 16\), got \(3, 2, 8, 16\)"):
-        tq.state.gather(state, ids, out=torch.empty(3, 2, 8, 16, device=DEVICE))
-    with pytest.raises(TypeError, match=r"state.scatter_: values must be torch.float32 as the state is or float32"):
-        tq.state.scatter_(state, ids, torch.empty(2, 2, 8, 16, dtype=torch.bfloat16, device=DEVICE))
-    with pytest.raises(TypeError, match=r"state.check: quantized must be torch.float32 as the state is"):
-        tq.state.check(state, ids, quantized=state.half())
-    assert_same_bits(state, before)

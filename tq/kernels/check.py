@@ -13,7 +13,7 @@ from tq.activation import QuantizedActivation
 from tq.kernels import tuning
 from tq.kernels.cut import cut, tiling_of
 from tq.kernels.inputs import check_numbers
-from tq.kernels.launch import check_device, run, scale_strides
+from tq.kernels.launch import check_device, compile_options, run, scale_strides
 from tq.kernels.plan import Prepared, prepare
 from tq.kernels.producer import PRODUCERS, Producer
 from tq.kernels.rows import Tiling
@@ -129,8 +129,7 @@ def check(
             plan.layout.device(plan.scheme.groups(plan.hidden_size)),
             prepared.inputs,
             tiling,
-            num_warps=config.num_warps,
-            enable_fp_fusion=False,
+            **compile_options(plan.device, config),
         )
     return CheckReport(report)
 

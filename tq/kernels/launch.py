@@ -141,6 +141,11 @@ def scale_strides(plan: Plan, scales: torch.Tensor | None) -> tuple[int, int, in
     return row, group, expert * (scales.element_size() if plan.layout.in_bytes else 1)
 
 
+def compile_options(device: torch.device, config: tuning.RowConfig) -> dict[str, Any]:
+    """What a call and its check have in common, so that both add in one order."""
+    return {"num_warps": target_of(device).warps(config.num_warps), "enable_fp_fusion": False}
+
+
 def find_launch(prepared: Prepared) -> Launch:
     """The launch of a plan, by way of Triton's search for the compiled kernel."""
     plan = prepared.plan
@@ -148,7 +153,7 @@ def find_launch(prepared: Prepared) -> Launch:
     blocks = -(-plan.written_rows // tiling.BLOCK_M.value) * max(plan.parts, 1)
     grid = (blocks * tiling.PROGRAMS.value, 1, 1)
     target = target_of(plan.device)
-    options = {"num_warps": target.warps(config.num_warps), "enable_fp_fusion": False}
+    options = compile_options(plan.device, config)
     if target.overlaps:
         options["launch_pdl"] = True
     if config.max_registers and target.name.startswith("sm_"):

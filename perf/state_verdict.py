@@ -1,0 +1,82 @@
+"""The engines of `perf.state_engine`, and what must hold of what they did."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+CODES = {"int8": "int8_narrow", "fp8": "fp8_e4m3"}
+PACKED = "num_bits: 8, type: dynamic, axis: [0, 1, 3], narrow_range: true, packed: true"
+RECIPES = {  # rules for GDN and for KDA
+    "int8": ("num_bits: 8, type: dynamic, axis: [0, 1], narrow_range: true",) * 2,
+    "fp8": ("num_bits: [4, 3], type: dynamic, axis: [0, 1]",) * 2,
+    "packed": (PACKED,) * 2,
+    "replay": (f"{PACKED}, replay: 16", f"{PACKED}, replay: 8"),
+}
+
+
+class Engine(NamedTuple):
+    """recipe: a name in RECIPES, "none", or "plugin_off". mode: "eager", "graphs" (of the kernels of eager mode, not
+    timed) or "default" (vLLM's own choice). watched: look at all states in a small cache. drafts: tokens guessed from
+    the prompt. state: dtype of the states."""
+
+    recipe: str
+    mode: str
+    watched: bool = False
+    drafts: int = 0
+    state: str = "float32"
+
+    @property
+    def name(self) -> str:
+        parts = [self.recipe, self.mode, "watched" * self.watched, f"drafts{self.drafts}" * (self.drafts > 0)]
+        return "-".join(part for part in [*parts, "" if self.state == "float32" else self.state] if part)
+
+    @property
+    def timed(self) -> bool:
+        return not self.watched and self.mode != "graphs"
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        *(
+            Engine(recipe, mode)
+            for mode in ("eager", "graphs", "default")
+            for recipe in ("plugin_off", "none", *RECIPES)
+        ),
+        Engine("plugin_off", "default", state="bfloat16"),
+        *(Engine(recipe, "eager", watched=True, drafts=drafts) for recipe in CODES for drafts in (0, 3)),
+    )
+}
+
+
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """What does not hold, of one model."""
+    found = [f"{row['engine']}: came to no end" for row in rows if "error" in row]
+    by_name = {row["engine"]: row for row in rows if "repeats" in row}
+    for name, row in by_name.items():
+        engine = ENGINES[name]
+        off, eager = (
+            by_name.get(engine._replace(**change).name) for change in ({"recipe": "plugin_off"}, {"mode": "eager"})
+        )
+        if not row["repeats"]:
+            found.append(f"{name}: does not repeat itself")
+        if engine.recipe == "none" and off and any(row[batch] != off[batch] for batch in ("mixed", "even")):
+            found.append(f"{name}: differs from the engine without the plugin")
+        if engine.mode == "graphs" and eager and row["even"] != eager["even"]:
+            found.append(f"{name}: differs from eager steps")
+        if engine.recipe in RECIPES and off and row["mixed"] == off["mixed"]:
+            found.append(f"{name}: rounding makes no difference")
+        if engine.recipe == "packed" and off and off["state_slots"] > 0.35 * row["state_slots"]:
+            found.append(f"{name}: {row['state_slots']} slots, {off['state_slots']} of fp32")
+        found += [f"{name}: {each}" for each in unseen(engine, row["watched"])] if "watched" in row else []
+    return found
+
+
+def unseen(engine: Engine, seen: dict[str, int]) -> list[str]:
+    """What a watched engine did that it must not, or did not do."""
+    found = [f"{count} {key}" for key, count in seen.items() if key.startswith("wrong_") and count]
+    calls = sum(count for key, count in seen.items() if key.startswith("roundings_"))
+    if not seen["layers"] or calls < seen["layers"] * seen["steps"]:
+        found.append(f"{calls} roundings in {seen['steps']} steps of {seen['layers']} layers")
+    wanted = ["prompts_continued", "nonzero_states_read", *["later_columns"] * (engine.drafts > 0)]
+    return found + [f"no {key}" for key in wanted if not seen.get(key)]
