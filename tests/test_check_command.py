@@ -111,7 +111,7 @@ def test_what_a_gpu_adds(monkeypatch):
     arguments = cases.Case.arguments
     monkeypatch.setattr(cases.Case, "arguments", lambda self, dtype, device: arguments(self, dtype, "cpu"))
     monkeypatch.setattr(command, "MEASURED_TOKENS", 4)
-    monkeypatch.setattr(timing, "device_time_us", lambda calls: ([call() for call in calls] and 2.0, 0.1))
+    monkeypatch.setattr(timing, "device_time_us", lambda calls, *_: ([call() for call in calls] and 2.0, 0.1))
     monkeypatch.setattr(timing, "measured_bandwidth", lambda: 1e9)
     monkeypatch.setitem(peers.PEERS, "vllm", lambda prepared: peers.tq_peer(prepared))
     finding = command.Finding("random", "silu_mul", "fp8_token")

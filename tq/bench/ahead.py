@@ -16,7 +16,7 @@ import tq
 from tq.bench.cases import Case
 from tq.kernels import tuning
 
-MOST_PROCESSES = 16  # each holds a context on the GPU
+MOST_PROCESSES = 32  # each holds a context on the GPU
 
 
 def processes() -> int:
