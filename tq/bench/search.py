@@ -90,18 +90,16 @@ def shapes(key: Key) -> Iterator[RowConfig]:
     for block_n in sorted({max(columns, key.least) for columns in space.block_n}):
         for tiles in (-(-key.hidden_size // block_n),) if key.whole_row else space.tiles:
             width = block_n * tiles
-            most = FEW_ELEMENTS // SMS if key.tokens == "few" and not key.whole_row else math.inf
-            if width > max(most, key.least):
-                continue
-            if width < key.hidden_size:
-                most = min(most, SEVERAL_ROWS)
             for block_m in space.block_m:
-                if block_m > 1 and block_m * width > most:
+                elements, cut = block_m * width, not key.whole_row
+                if cut and key.tokens == "few" and elements > max(FEW_ELEMENTS // SMS, key.least):
+                    continue
+                if block_m > 1 and width < key.hidden_size and elements > SEVERAL_ROWS:
                     continue
                 for num_warps in space.num_warps:
                     free = RowConfig(block_m, block_n, tiles, num_warps)
-                    limits = (n for n in space.max_registers if not n or n < needed(free) <= MOST_HELD * n)
-                    yield from (free._replace(max_registers=n) for n in limits)
+                    limits = (n for n in space.max_registers if n < needed(free) <= MOST_HELD * n and not cut)
+                    yield from (free._replace(max_registers=n) for n in (0, *limits))
 
 
 def candidates(key: Key) -> list[RowConfig]:
