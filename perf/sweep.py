@@ -87,15 +87,17 @@ def main(
     # Each case is one more specialization of the same function.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
     compile_ahead(todo, console, chosen)
-    rows = [
-        measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)
-    ]
     document = provenance("perf.sweep") | {
         "bandwidth_bytes_per_s": measured_bandwidth(),
         "launch_floor_us": launch_floor_us(),
         "method": "CUDA-graph replay, inputs rotated over 200 MB, median of 12 replays, bf16, microseconds",
     }
-    write(out or gpu_folder() / "rows.json", document, rows)
+    rows: list[dict[str, Any]] = []
+    try:
+        for case in track(todo, "measuring", console=console, disable=not console.is_terminal):
+            rows.append(measure(case, chosen))
+    finally:  # interrupted, it keeps what it has
+        write(out or gpu_folder() / "rows.json", document, rows)
     table = Table("producer", "scheme", *(f"geomean over {peer}" for peer in chosen if peer != "tq"), "worst", "at")
     for name, scheme in [] if "tq" not in chosen else dict.fromkeys((row["producer"], row["scheme"]) for row in rows):
         group = [row for row in rows if (row["producer"], row["scheme"]) == (name, scheme)]
