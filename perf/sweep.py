@@ -23,7 +23,8 @@ from tq.bench.timing import copies_of, device_time_us, launch_floor_us, measured
 
 
 def measure(case: Case, peers: list[str], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """One row of the data: microseconds of each peer, and how many of its codes and scales differ from ours."""
+    """One row of the data: microseconds of each peer, and how many of its codes and scales differ from ours; what it
+    raised, where it did."""
     first = case.prepare(dtype, "cuda")
     moved = bytes_of(first)
     prepared = [first, *(case.prepare(dtype, "cuda") for _ in range(copies_of(moved) - 1))]
@@ -35,15 +36,17 @@ def measure(case: Case, peers: list[str], dtype: torch.dtype = torch.bfloat16) -
         "bytes": moved,
     }
     for name in peers:
-        made = [peer for peer in map(PEERS[name], prepared) if peer is not None]
-        if not made:
-            row[name] = None
-            continue
-        time_us, spread = device_time_us([peer.call for peer in made])
-        row[name], row[f"{name}_spread"] = round(time_us, 3), round(spread, 3)
-    for name in peers:
-        if row[name] and name != "tq":
-            row.update(compare(name, case, dtype))
+        row[name] = None
+        try:
+            made = [peer for peer in map(PEERS[name], prepared) if peer is not None]
+            if made:
+                time_us, spread = device_time_us([peer.call for peer in made])
+                row[name], row[f"{name}_spread"] = round(time_us, 3), round(spread, 3)
+                row.update(compare(name, case, dtype) if name != "tq" else {})
+        except Exception as error:
+            if name == "tq":
+                raise
+            row[f"{name}_error"] = f"{type(error).__name__}: {error}"[:200]
     return row
 
 
