@@ -11,7 +11,7 @@ from tq.bench import cases, peers
 
 @pytest.fixture
 def measured(monkeypatch):
-    """measured(peer) -> the row of a call of 3 tokens, by a clock that is made up, without a GPU."""
+    """The row of a call of 3 tokens for a given peer, by a clock that is made up, without a GPU."""
     prepare = cases.Case.prepare
     monkeypatch.setattr(cases.Case, "prepare", lambda self, dtype, device: prepare(self, dtype, "cpu"))
     monkeypatch.setattr(sweep, "device_time_us", lambda calls: ([call() for call in calls] and 2.0, 0.1))
