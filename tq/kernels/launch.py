@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from tq.activation import QuantizedActivation
+from tq.activation import NO_EXPERTS, QuantizedActivation
+from tq.kernels import plan as plans
 from tq.kernels import tuning
-from tq.kernels.again import launch_again, launcher, learn
+from tq.kernels.again import launch_again, learn
 from tq.kernels.cut import cut, needs_whole_row
 from tq.kernels.experts import Experts
 from tq.kernels.layouts import DeviceLayout
@@ -19,7 +20,7 @@ from tq.kernels.plan import Plan, Prepared, fill, find_plan
 from tq.kernels.producer import Producer, as_rows
 from tq.kernels.rows import Tiling, quantize_rows_kernel
 from tq.kernels.rules import ScaleInputs
-from tq.kernels.schemes import DeviceScheme, Scheme, find_scheme
+from tq.kernels.schemes import SCHEMES, DeviceScheme, Scheme, find_scheme
 from tq.kernels.target import INTERPRETED, target_of
 
 _reference = os.environ.get("TQ_REFERENCE", "0") == "1"
@@ -110,14 +111,15 @@ def execute(
     """Runs a call and returns its plan and its outputs, in the order of `outputs_of`."""
     plan = find_plan(producer, arguments, scheme, options)
     if goes_again(plan):
+        plans._plans.remember(plan)
         tensors = (*arguments, *[options[name] for name in plan.again.names])
-        return plan, launch_again(plan.again, tensors)
+        return plan, list(launch_again(plan.again, tensors))
     prepared = fill(plan, arguments, options)
     compiled = run(prepared)
     if compiled is not None and plan.again is None:
         found = plan.launch
-        straight = launcher(compiled, found.grid, plan.device)
-        plan.again = learn(plan, straight, lambda again: kernel_arguments(again, found), arguments, options)
+        plan.again = learn(plan, compiled, found.grid, lambda again: kernel_arguments(again, found), arguments, options)
+        plans._plans.remember(plan)
     return plan, outputs_of(prepared)
 
 
@@ -241,8 +243,36 @@ def call(producer: Producer, arguments: tuple, scheme: str, options: dict[str, A
 
         outputs = call_op(producer, arguments, scheme, options)
         return assemble(producer, arguments, find_scheme(producer.name, scheme), outputs, options)
+    for plan in plans._plans.recent.get(producer, ()):
+        given = plan.again.match(arguments, options)
+        if given is not None and plan.scheme.name == scheme and SCHEMES[scheme] is plan.scheme and repeats(plan):
+            return assemble_again(plan, launch_again(plan.again, given, final=True), options)
     plan, outputs = execute(producer, arguments, scheme, options)
     return assemble(producer, arguments, plan.scheme, outputs, options)
+
+
+def assemble_again(plan: Plan, outputs: Sequence[torch.Tensor], options: dict[str, Any]) -> Any:
+    """What `call` returns, of the outputs of `Again.run_final`."""
+    scheme, count = plan.scheme, 1
+    scale, zero_point = options.get("scale"), options.get("zero_point")
+    if scheme.dynamic:
+        scale, zero_point, count = outputs[1], None, 2
+        if scheme.rule.zero_point:
+            zero_point, count = outputs[2], 3
+    # As `QuantizedActivation(...)` would, which sets the fields of a frozen class one by one: as long as two launches.
+    activation = object.__new__(QuantizedActivation)
+    activation.__dict__.update(
+        data=outputs[0],
+        scale=scale,
+        orig_dtype=plan.dtype,
+        orig_shape=plan.shape,
+        scheme=scheme.name,
+        layout=plan.layout.name,
+        zero_point=zero_point,
+        global_scale_inv=options.get("global_scale_inv"),
+        experts=Experts._make(map(options.get, Experts._fields)) if plan.experts else NO_EXPERTS,
+    )
+    return (activation, *outputs[count:]) if len(outputs) > count else activation
 
 
 def outputs_of(prepared: Prepared) -> list[torch.Tensor]:
