@@ -157,7 +157,7 @@ def measure(llm: Any, sides: dict[str, Any], order: Order, findings: Findings, d
 
 def spread(values: list[float], digits: int | None = None) -> list[float]:
     """Lower quartile, median, upper quartile."""
-    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return [round(quartile, digits) for quartile in quartiles]
 
 
