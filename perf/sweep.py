@@ -87,7 +87,7 @@ def main(
     # Each case is one more specialization of the same function.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
     if "tq" in chosen:
-        compile_ahead(todo)
+        compile_ahead(todo, console)
     rows = [
         measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)
     ]
