@@ -109,6 +109,14 @@ def test_command_writes_nothing_but_json(explained):
 
 
 @cpu_build
+def test_command_names_the_other_readers(explained):
+    done = explain(explained[0] / "Qwen3NextForCausalLM", VLLM_DISABLED_KERNELS=DISABLED)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("model.layers.0.input_layernorm")]
+    assert " -> model.layers.0.linear_attn.in_proj_qkvz [gemma_rms_norm] fp8_tensor, " in line
+    assert line.endswith("; unquantized too, for model.layers.0.linear_attn.in_proj_ba")
+
+
+@cpu_build
 def test_command_in_words_and_a_model_it_cannot_find(explained, tmp_path):
     done = explain(explained[0] / "GptOssForCausalLM", VLLM_DISABLED_KERNELS=DISABLED)
     assert done.returncode == 0 and done.stdout.startswith("2 of 4 boundaries fused\n")
