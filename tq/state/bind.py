@@ -155,7 +155,7 @@ def padded(size: int) -> int:
 
 
 @lru_cache
-def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, part: int) -> Cut:
+def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, part: int, overlaps: bool = False) -> Cut:
     """The cut of heads of [rows, cols] whose groups are `group` into programs of `part` elements or one group more."""
     block_cols = padded(cols)
     by_row, by_col = (group.values, group.keys) if layout == "value_first" else (group.keys, group.values)
@@ -163,7 +163,8 @@ def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, pa
     group_rows = min(by_row, padded(rows)) or padded(rows)
     block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
-    return Cut(*map(constant, (heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1, STAGES)))
+    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1, STAGES
+    return Cut(*map(constant, (*sizes, overlaps)))
 
 
 @lru_cache
@@ -198,12 +199,13 @@ def bind_format(
     check_device(op, place.data.device)
     group = GRANULARITIES[granularity] if code is not None else Granularity(1, 1)
     shape = shape or tuning
-    cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part)
+    target = target_of(place.data.device)
+    cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part, target.overlaps)
     warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * shape.elements_per_thread)
     warps = min(max(warps, 1), 32)
     registers = shape.max_registers
     if registers is not None:
-        limited = target_of(place.data.device).name.startswith("sm_")  # no other target takes a limit
+        limited = target.name.startswith("sm_")  # no other target takes a limit
         registers = min(registers, REGISTERS // (32 * warps)) if limited else None
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
     return Launch(found, cut, warps, registers, shape.programs)
@@ -217,6 +219,8 @@ def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *argument
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": fusion}
     if launch.max_registers is not None:
         options["maxnreg"] = launch.max_registers
+    if launch.cut.OVERLAPS.value:
+        options["launch_pdl"] = True
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*arguments, launch.format, launch.cut, **options)

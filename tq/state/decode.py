@@ -12,7 +12,7 @@ import triton.language as tl
 from tq.kernels.device import round_to
 from tq.kernels.producer import check_choice
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, run
-from tq.state.cache import find_head, load_quarters, part_of, store_quarters
+from tq.state.cache import begin, find_head, load_quarters, store_quarters
 from tq.state.qdq import qdq
 from tq.state.step import Activations, bind_gdn, bind_kda, load_step, load_values, norm, store_output
 
@@ -24,7 +24,7 @@ QUANTIZED = ("incoming", "outgoing")
 def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
     """S = decay * S; S += beta * (v - S k) k^T; out = S q * scale. S is [values, keys]; INCOMING: rounded before, else
     after."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     pointer, exists = find_head(state, request, head, cut)
     value = part * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
     in_values = value < cut.ROWS

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tq.state.bind import check_shape, check_tensor, merged, run
-from tq.state.cache import part_of, slot_of
+from tq.state.cache import begin, slot_of
 from tq.state.decode import NULL_SLOT
 from tq.state.digits import beside, digits_of, products, sums
 from tq.state.packed import PackedState, bind_packed
@@ -125,7 +125,7 @@ def step_in_ring(packed, ring, given, row, slot, head, part, entry, total, forma
 def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.constexpr, format, cut):
     """TOKENS steps of the state of each request, one after the other. Without a ring the state is rounded and stored by
     each; with one they are entries of it, which COMMIT counts."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     slot, exists = slot_of(packed.slots, request)
     if exists:
         if ring.keys is None:
@@ -153,7 +153,7 @@ def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.c
 @triton.jit
 def commit_kernel(packed, ring, accepted, FLUSH: tl.constexpr, format, cut):
     """Counts the accepted entries; rounds the state where too few are left free, or wherever there are any (FLUSH)."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     slot, exists = slot_of(packed.slots, request)
     if exists:
         count = read_count(ring, slot, head, part, exists, cut)

@@ -23,10 +23,10 @@ from tq.state.bind import (
 )
 from tq.state.cache import (
     Place,
+    begin,
     elements_of,
     find_head,
     is_first,
-    part_of,
     slot_of,
 )
 from tq.state.formats import FORMATS, GRANULARITIES
@@ -102,7 +102,7 @@ class Bound(NamedTuple):
 @triton.jit
 def pack_kernel(source, packed, ring, format, cut):
     """packed = source, with nothing in the ring."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     read, present = find_head(source, request, head, cut)
     slot, wanted = slot_of(packed.slots, request)
     if wanted:
@@ -117,7 +117,7 @@ def pack_kernel(source, packed, ring, format, cut):
 @triton.jit
 def unpack_kernel(packed, ring, target, format, cut):
     """target = packed and the steps in the ring, zeros where there is none."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     slot, present = slot_of(packed.slots, request)
     write, wanted = find_head(target, request, head, cut)
     codes, scale = load_packed(packed, slot, head, part, present, cut)
