@@ -15,14 +15,13 @@ from tq.kernels.target import target_of
 from tq.state.cache import IN_ORDER, Cut, Place, Slots
 from tq.state.formats import AS_IT_IS, FORMATS, GRANULARITIES, DeviceFormat, Granularity
 
-STAGES = 3
 LAYOUTS = ("value_first", "key_first")
 MAX_HEAD = 1 << 16  # elements of a head that one program can hold
 
 
 class Tuning(NamedTuple):
     """How programs are shaped. part: elements of a block where groups do not need more; max_registers: of a thread,
-    None for the compiler's choice; programs: blocks of a head are one program while there are at least so many."""
+    None for the compiler's choice; programs: blocks of a head are joined while there are at least so many."""
 
     elements_per_thread: int = 64
     part: int = 4096
@@ -32,8 +31,9 @@ class Tuning(NamedTuple):
 
 # As measured on one H200 (perf/notes.md). A limit lets a second program run beside the first where groups are heads.
 tuning = Tuning()
-packed_tuning = Tuning(max_registers=None)
-ring_tuning = Tuning(part=8192)  # where codes are only read
+packed_tuning = Tuning(elements_per_thread=32, max_registers=None)
+ring_tuning = Tuning(elements_per_thread=32)
+LARGEST_BLOCK = 16384  # elements that joined blocks have at most
 REGISTERS = 1 << 16  # of a multiprocessor
 
 
@@ -163,18 +163,22 @@ def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, pa
     group_rows = min(by_row, padded(rows)) or padded(rows)
     block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
-    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1, STAGES
+    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts
     return Cut(*map(constant, (*sizes, overlaps)))
 
 
 @lru_cache
-def merged(cut: Cut, batch: int, programs: int) -> Cut:
-    """`cut` with so many blocks in a program that `programs` are left, where a batch has them. Bits do not depend on
-    it: what is added up is of one row."""
-    parts, blocks = cut.PARTS.value, 1
-    while parts > 1 and batch * cut.HEADS.value * (parts // 2) >= programs:
-        parts, blocks = -(-parts // 2), 2 * blocks
-    return cut._replace(PARTS=constant(parts), BLOCKS=constant(blocks))
+def joined(cut: Cut, batch: int, programs: int) -> Cut:
+    """`cut` with larger blocks, so that `programs` are left where a batch has them. The warps of a program stay, and
+    what is added up is of one row, so that bits do not depend on the batch."""
+    parts, rows = cut.PARTS.value, cut.BLOCK_ROWS.value
+    while (
+        parts > 1
+        and 2 * rows * cut.BLOCK_COLS.value <= LARGEST_BLOCK
+        and batch * cut.HEADS.value * (-(-parts // 2)) >= programs
+    ):
+        parts, rows = -(-parts // 2), 2 * rows
+    return cut._replace(PARTS=constant(parts), BLOCK_ROWS=constant(rows))
 
 
 @lru_cache

@@ -50,8 +50,7 @@ NOWHERE = Place(None, 0, IN_ORDER)
 
 
 class Cut(NamedTuple):
-    """How a head is cut: PARTS programs of BLOCKS blocks of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x
-    GROUP_COLS. STAGES: blocks of a program whose loads are under way at once, where they are fed to matrix products.
+    """How a head is cut: PARTS programs of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x GROUP_COLS.
     OVERLAPS: the kernel is launched while the one ahead of it still runs."""
 
     HEADS: tl.constexpr
@@ -62,8 +61,6 @@ class Cut(NamedTuple):
     GROUP_ROWS: tl.constexpr
     GROUP_COLS: tl.constexpr
     PARTS: tl.constexpr
-    BLOCKS: tl.constexpr
-    STAGES: tl.constexpr
     OVERLAPS: tl.constexpr
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tq.state.bind import check_shape, check_tensor, merged, run
+from tq.state.bind import check_shape, check_tensor, joined, run
 from tq.state.cache import begin, slot_of
 from tq.state.decode import NULL_SLOT
 from tq.state.digits import beside, digits_of, products, sums
@@ -18,9 +18,7 @@ from tq.state.packed import PackedState, bind_packed
 from tq.state.packing import (
     contract,
     factored,
-    load_integers,
     load_packed,
-    load_scales,
     multiplied,
     of_rows,
     store_packed,
@@ -44,85 +42,81 @@ from tq.state.step import Activations, bind_gdn, bind_kda, load_values, load_vec
 
 
 @triton.jit
-def settle(packed, ring, slot, head, part, count, format, cut):
-    """The state with all entries of the ring in it, rounded once; the ring is empty then."""
+def settle(packed, ring, slot, head, part, count, format, cut, folds):
+    """The state with all entries of the ring in it, rounded once; the ring is empty then. By the blocks of `folds`,
+    which take fewer registers."""
     total = total_of(ring, slot, head, count, cut)
     decay = tl.exp(total)
-    for i in range(cut.BLOCKS):
-        block = part * cut.BLOCKS + i
-        codes, scale = load_packed(packed, slot, head, block, count >= 0, cut)
+    for i in range(cut.BLOCK_ROWS // folds.BLOCK_ROWS):
+        block = part * (cut.BLOCK_ROWS // folds.BLOCK_ROWS) + i
+        codes, scale = load_packed(packed, slot, head, block, count >= 0, folds)
+        tile, factor = factored(codes, scale, decay, format, folds)
+        tile = fold(multiplied(tile, factor), ring, slot, head, block, count, total, folds)
+        store_packed(packed, slot, head, block, count >= 0, tile, format, folds)
+
+
+@triton.jit
+def products_with(codes, scale, decay, vectors, format, cut):
+    """codes * scale * decay times k and times q, [BLOCK_ROWS] each."""
+    if format.INTEGERS and cut.GROUP_COLS == cut.BLOCK_COLS and cut.BLOCK_COLS >= 32:
+        factor = of_rows(scale, cut)
+        if decay.shape[1] == 1:
+            factor *= tl.reshape(decay, [1])
+            k, q = vectors.k, vectors.q
+        else:
+            all_decays = tl.reshape(decay, [cut.BLOCK_COLS])
+            k, q = vectors.k * all_decays, vectors.q * all_decays
+        digits, weights = digits_of(k, q, vectors.most_k, vectors.most_q)
+        known, result = sums(products(codes.to(tl.int8, bitcast=True), digits, weights))
+        known, result = known * factor, result * factor
+    else:
         tile, factor = factored(codes, scale, decay, format, cut)
-        tile = fold(multiplied(tile, factor), ring, slot, head, block, count, total, cut)
-        store_packed(packed, slot, head, block, count >= 0, tile, format, cut)
+        known = contract(tile, vectors.k[None, :]) * factor
+        result = contract(tile, vectors.q[None, :]) * factor
+    return known, result
 
 
 @triton.jit
 def step_rounded(packed, given, row, slot, head, part, format, cut):
-    """A step of all blocks of a part, each rounded and stored."""
+    """A step of a block, rounded and stored."""
     # Asked for first, since its way is the longest.
-    codes, scale = load_packed(packed, slot, head, part * cut.BLOCKS, slot >= 0, cut)
-    q, k, log_decay, beta = load_vectors(given, row, head, cut)
-    both = tl.sum(k * q, 0)
-    q, k, decay = q[None, :], k[None, :], tl.exp(log_decay)
-    for i in range(cut.BLOCKS):
-        block = part * cut.BLOCKS + i
-        more = (i + 1 < cut.BLOCKS) & (slot >= 0)
-        next_codes, next_scale = load_packed(packed, slot, head, block + 1, more, cut)
-        value, in_values = values_of(block, cut)
-        v = load_values(given, row, head, value, in_values, cut)
-        tile, factor = factored(codes, scale, decay, format, cut)
-        update = (v - contract(tile, k) * factor) * beta
-        result = contract(tile, q) * factor + update * both
-        store_output(given, row, head, value, in_values, result, cut)
-        tile, factor = updated(tile, factor, update, k, cut)
-        store_product(packed, slot, head, block, slot >= 0, tile, factor, format, cut)
-        codes, scale = next_codes, next_scale
+    codes, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
+    value, in_values = values_of(part, cut)
+    v = load_values(given, row, head, value, in_values, cut)
+    vectors = load_vectors(given, row, head, cut)
+    decay = tl.exp(vectors.log_decay)
+    known, result = products_with(codes, scale, decay, vectors, format, cut)
+    update = (v - known) * vectors.beta
+    store_output(given, row, head, value, in_values, result + update * vectors.both, cut)
+    tile, factor = factored(codes, scale, decay, format, cut)
+    tile, factor = updated(tile, factor, update, vectors.k[None, :], cut)
+    store_product(packed, slot, head, part, slot >= 0, tile, factor, format, cut)
 
 
 @triton.jit
 def step_in_ring(packed, ring, given, row, slot, head, part, entry, total, format, cut):
-    """A step of all blocks of a part as an entry of the ring after those before it; the new sum of log decays."""
-    q, k, log_decay, beta = load_vectors(given, row, head, cut)
-    both = tl.sum(k * q, 0)
-    total += log_decay
-    decay = tl.exp(total)
-    write_entry(ring, slot, head, part, entry, k[None, :], total, cut)
+    """A step of a block as an entry of the ring after those before it; the new sum of log decays."""
+    codes, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
+    value, in_values = values_of(part, cut)
+    v = load_values(given, row, head, value, in_values, cut)
+    updates = read_updates(ring, slot, head, part, entry, cut)
+    vectors = load_vectors(given, row, head, cut)
+    total += vectors.log_decay
+    k, q = vectors.k[None, :], vectors.q[None, :]
+    write_entry(ring, slot, head, part, entry, k, total, cut)
     keys, decays = read_keys(ring, slot, head, entry, total, cut)
-    entries_k = with_entries(keys, decays, k[None, :])
-    entries_q = with_entries(keys, decays, q[None, :])
-    INTEGERS: tl.constexpr = format.INTEGERS and cut.GROUP_COLS == cut.BLOCK_COLS and cut.BLOCK_COLS >= 32
-    if INTEGERS:
-        entries = beside(entries_k, entries_q)
-        if ring.DECAYS == 1:
-            digits, weights = digits_of(k, q)
-            weights *= decay
-        else:
-            all_decays = tl.reshape(decay, [cut.BLOCK_COLS])
-            digits, weights = digits_of(k * all_decays, q * all_decays)
-    for i in tl.range(cut.BLOCKS, num_stages=cut.STAGES):
-        block = part * cut.BLOCKS + i
-        value, in_values = values_of(block, cut)
-        updates = read_updates(ring, slot, head, block, entry, cut)
-        if INTEGERS:
-            codes = load_integers(packed, slot, head, block, slot >= 0, cut)
-            scale = of_rows(load_scales(packed, slot, head, block, slot >= 0, cut), cut)
-            of_codes = products(codes, digits, weights) * scale[:, None]
-            known, result = sums(of_codes + tl.dot(updates, entries, input_precision=PRECISION))
-        else:
-            codes, scale = load_packed(packed, slot, head, block, slot >= 0, cut)
-            tile, factor = factored(codes, scale, decay, format, cut)
-            known = contract(tile, k[None, :]) * factor + tl.sum(updates * entries_k[None, :], 1)
-            result = contract(tile, q[None, :]) * factor + tl.sum(updates * entries_q[None, :], 1)
-        v = load_values(given, row, head, value, in_values, cut)
-        update = (v - known) * beta
-        store_output(given, row, head, value, in_values, result + update * both, cut)
-        write_update(ring, slot, head, block, entry, update, cut)
+    known, result = products_with(codes, scale, tl.exp(total), vectors, format, cut)
+    entries = beside(with_entries(keys, decays, k), with_entries(keys, decays, q))
+    more_known, more_result = sums(tl.dot(updates, entries, input_precision=PRECISION))
+    update = (v - (known + more_known)) * vectors.beta
+    store_output(given, row, head, value, in_values, result + more_result + update * vectors.both, cut)
+    write_update(ring, slot, head, part, entry, update, cut)
     tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
     return total
 
 
 @triton.jit
-def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.constexpr, format, cut):
+def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.constexpr, folds, format, cut):
     """TOKENS steps of the state of each request, one after the other. Without a ring the state is rounded and stored by
     each; with one they are entries of it, which COMMIT counts."""
     request, head, part = begin(cut)
@@ -139,15 +133,14 @@ def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.c
             if COMMIT:
                 count += TOKENS
                 if count + ring.DRAFTS > ring.LENGTH:
-                    settle(packed, ring, slot, head, part, count, format, cut)
+                    settle(packed, ring, slot, head, part, count, format, cut, folds)
                     count = count * 0
                 write_count(ring, slot, head, part, count, cut)
     else:
         for token in tl.static_range(TOKENS):
-            for i in range(cut.BLOCKS):
-                value, in_values = values_of(part * cut.BLOCKS + i, cut)
-                nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
-                store_output(given, request * TOKENS + token, head, value, in_values, nothing, cut)
+            value, in_values = values_of(part, cut)
+            nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
+            store_output(given, request * TOKENS + token, head, value, in_values, nothing, cut)
 
 
 @triton.jit
@@ -165,7 +158,7 @@ def commit_kernel(packed, ring, accepted, FLUSH: tl.constexpr, format, cut):
         if FLUSH:
             full = count > 0
         if full:
-            settle(packed, ring, slot, head, part, count, format, cut)
+            settle(packed, ring, slot, head, part, count, format, cut, cut)
             count = count * 0
         write_count(ring, slot, head, part, count, cut)
 
@@ -248,10 +241,9 @@ def decode_packed(
     check_shape(op, "the state indices", slots, (given.qkv.data.shape[0] // tokens,))
     if given.qkv.data.shape[0] % tokens:
         raise ValueError(f"{op}: mixed_qkv must have verify={tokens} rows a request, got {given.qkv.data.shape[0]}")
-    constants = tokens, state.ring is not None and verify is None
+    constants = tokens, state.ring is not None and verify is None, bound.launch.cut
     arguments = bound.packed, bound.ring, given, *constants
-    cut = merged(bound.launch.cut, slots.shape[0], bound.launch.programs)
-    launch = bound.launch._replace(cut=cut)
+    launch = bound.launch._replace(cut=joined(bound.launch.cut, slots.shape[0], bound.launch.programs))
     run(decode_packed_kernel, slots.shape[0], launch, state.codes.device, *arguments, fusion=True)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tq.kernels.device import round_to
-from tq.kernels.producer import INPUT_DTYPES, check_choice, constant
+from tq.kernels.producer import INPUT_DTYPES, check_choice
 from tq.state import bind
 from tq.state.bind import (
     Launch,
@@ -29,7 +29,7 @@ from tq.state.cache import (
     is_first,
     slot_of,
 )
-from tq.state.formats import FORMATS, GRANULARITIES
+from tq.state.formats import GRANULARITIES
 from tq.state.packing import DevicePacked, factored, load_packed, multiplied, store_packed
 from tq.state.qdq import move_kernel
 from tq.state.ring import NO_RING, DeviceRing, Ring, bind_ring, fold, read_count, total_of, write_count
@@ -208,12 +208,6 @@ def copy_(
     return state
 
 
-def in_words(codes: torch.Tensor, code: str) -> bool:
-    """Whether kernels have a use for words of four codes, and all are aligned."""
-    aligned = codes.data_ptr() % 4 == 0 and codes.stride(0) % 4 == 0 and codes.shape[3] % 4 == 0
-    return aligned and FORMATS[code].unpack_words is not None
-
-
 def bind_packed(
     op: str,
     state: PackedState,
@@ -235,6 +229,5 @@ def bind_packed(
     place = bind_slots(op, codes, slots, null_slot, has_initial_state, num_accepted_tokens, name)
     shape = bind.packed_tuning if state.ring is None else bind.ring_tuning
     launch = bind_format(op, place, code, state.granularity, "value_first", shape=shape)
-    words = constant(in_words(codes.data, code))
-    packed = DevicePacked(codes.data, codes.stride, scales.data, scales.stride, place.slots, words)
+    packed = DevicePacked(codes.data, codes.stride, scales.data, scales.stride, place.slots)
     return Bound(packed, NO_RING if state.ring is None else bind_ring(op, state.ring, state.codes), launch)

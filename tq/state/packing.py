@@ -11,20 +11,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tq.kernels.device import reciprocal
 from tq.state.cache import Slots, as_block, as_groups, elements_of
-from tq.state.formats import fit, invert, largest_magnitude
+from tq.state.formats import fit, invert, largest_magnitude, largest_of_groups
 
 
 class DevicePacked(NamedTuple):
-    """A packed state as a kernel takes it: bytes and scales, the elements between slots, and the slots meant. WORDS:
-    codes are loaded in words of four, which format and alignment must allow."""
+    """A packed state as a kernel takes it: bytes and scales, the elements between slots, and the slots meant."""
 
     codes: Any
     codes_stride: int
     scales: Any
     scales_stride: int
     slots: Slots
-    WORDS: tl.constexpr
 
 
 @triton.jit
@@ -55,17 +54,9 @@ def head_of_codes(packed, slot, head, cut):
 
 @triton.jit
 def load_packed(packed, slot, head, block, exists, cut):
-    """(codes [BLOCK_ROWS, BLOCK_COLS], or words of four, scales [groups, 1, groups, 1]) of a block; zeros of none."""
-    start = head_of_codes(packed, slot, head, cut)
-    if packed.WORDS:
-        row = (block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
-        word = tl.arange(0, cut.BLOCK_COLS // 4)[None, :]
-        words: tl.constexpr = cut.COLS // 4
-        inside = (row < exists.to(tl.int32) * cut.ROWS) & (word < words)
-        codes = tl.load(start.to(tl.pointer_type(tl.int32)) + row * words + word, mask=inside, other=0)
-    else:
-        at, inside = elements_of(block, exists, cut)
-        codes = tl.load(start + at, mask=inside, other=0)
+    """(codes [BLOCK_ROWS, BLOCK_COLS], scales [groups, 1, groups, 1]) of a block; zeros of none."""
+    at, inside = elements_of(block, exists, cut)
+    codes = tl.load(head_of_codes(packed, slot, head, cut) + at, mask=inside, other=0)
     return codes, load_scales(packed, slot, head, block, exists, cut)
 
 
@@ -77,29 +68,10 @@ def load_scales(packed, slot, head, block, exists, cut):
 
 
 @triton.jit
-def load_integers(packed, slot, head, block, exists, cut):
-    """Codes [BLOCK_ROWS, BLOCK_COLS] as int8, of a block; zeros of none."""
+def store_scaled(packed, slot, head, block, exists, scaled, to_state, format, cut):
+    """Codes of a block whose elements are divided by their scales, and these, [groups, 1, groups, 1]."""
     at, inside = elements_of(block, exists, cut)
-    start = head_of_codes(packed, slot, head, cut).to(tl.pointer_type(tl.int8))
-    return tl.load(start + at, mask=inside, other=0)
-
-
-@triton.jit
-def numbers_of(codes, format):
-    """Loaded codes -> their values in fp32, [BLOCK_ROWS, BLOCK_COLS]."""
-    if codes.dtype == tl.int32:
-        values = format.unpack_words(codes)
-    else:
-        values = format.unpack(codes)
-    return values
-
-
-@triton.jit
-def store_groups(packed, slot, head, block, exists, groups, to_codes, to_state, format, cut):
-    """Codes round(groups * to_codes) and scales to_state, of a block's groups [groups, rows, groups, columns]."""
-    codes = format.pack(as_block(groups * to_codes, cut))
-    at, inside = elements_of(block, exists, cut)
-    tl.store(head_of_codes(packed, slot, head, cut) + at, codes, mask=inside)
+    tl.store(head_of_codes(packed, slot, head, cut) + at, format.pack(scaled), mask=inside)
     at, inside = scales_of(block, exists, cut)
     tl.store(head_of_scales(packed, slot, head, cut) + at, to_state, mask=inside)
 
@@ -109,25 +81,33 @@ def store_packed(packed, slot, head, block, exists, tile, format, cut):
     """A tile of whole groups, rounded once, with the scale of `qdq_`."""
     groups = as_groups(tile, cut)
     scale, back = fit(groups, format)
-    store_groups(packed, slot, head, block, exists, groups, scale, invert(back), format, cut)
+    store_scaled(packed, slot, head, block, exists, as_block(groups * scale, cut), invert(back), format, cut)
+
+
+@triton.jit
+def fit_product(amax, factor, format):
+    """As `fit`, of groups whose largest magnitude is amax * factor: (what amax is divided by, the state's scale). They
+    are within some units in the last place of those of `fit`, and cost a third."""
+    known = amax * factor
+    usable = (known > 5.9604644775390625e-08) & (known < float("inf"))
+    most: tl.constexpr = format.code.MAX
+    scale = tl.where(usable, most * reciprocal(amax), 0.0)
+    return scale, tl.where(usable, known * (1.0 / most), tl.where(known < 1.0, 1.0, float("nan")))
 
 
 @triton.jit
 def store_product(packed, slot, head, block, exists, tile, factor, format, cut):
     """As `store_packed` of tile * factor, the factors [BLOCK_ROWS] positive where rows have scales of their own, and 1
-    elsewhere. Its scales are within some units in the last place of those; they cost a third."""
-    groups = as_groups(tile, cut)
-    amax = largest_magnitude(groups)
-    if cut.GROUP_ROWS == 1:
-        factor = tl.reshape(factor, [cut.BLOCK_ROWS, 1, 1, 1])
+    elsewhere."""
+    if cut.GROUP_ROWS == 1 and cut.GROUP_COLS == cut.BLOCK_COLS:
+        amax = tl.reshape(largest_magnitude(tile, 1), [cut.BLOCK_ROWS])
+        scale, back = fit_product(amax, factor, format)
+        scaled, back = tile * scale[:, None], tl.reshape(back, [cut.BLOCK_ROWS, 1, 1, 1])
     else:
-        factor = 1.0
-    known = amax * factor
-    usable = (known > 5.9604644775390625e-08) & (known < float("inf"))
-    most: tl.constexpr = format.code.MAX
-    scale = tl.where(usable, most / amax, 0.0)
-    back = tl.where(usable, known * (1.0 / most), tl.where(known < 1.0, 1.0, float("nan")))
-    store_groups(packed, slot, head, block, exists, groups, scale, back, format, cut)
+        groups = as_groups(tile, cut)
+        scale, back = fit_product(largest_of_groups(groups), 1.0, format)
+        scaled = as_block(groups * scale, cut)
+    store_scaled(packed, slot, head, block, exists, scaled, back, format, cut)
 
 
 @triton.jit
@@ -151,7 +131,7 @@ def of_keys(scale, vector, cut):
 def factored(codes, scale, decay, format, cut):
     """codes * scale * decay, for decay [1, 1 or BLOCK_COLS], as (tile [BLOCK_ROWS, BLOCK_COLS], factor [BLOCK_ROWS])
     whose product it is."""
-    values = numbers_of(codes, format)
+    values = format.unpack(codes)
     if cut.GROUP_COLS == cut.BLOCK_COLS:
         factor = of_rows(scale, cut)
         if decay.shape[1] == 1:
@@ -195,7 +175,7 @@ def updated(tile, factor, update, k, cut):
         # nothing at all, is held where both the quotient and its inverse are numbers: what is left of the old row is
         # less than half a unit of any code.
         factor = tl.maximum(tl.maximum(factor, tl.abs(update) * 8.673617379884035e-19), 7.888609052210118e-31)
-        tile += (update / factor)[:, None] * k
+        tile += (update * reciprocal(factor))[:, None] * k
     else:
         tile = multiplied(tile, factor) + update[:, None] * k
         factor = tl.full([cut.BLOCK_ROWS], 1.0, tl.float32)

@@ -104,16 +104,15 @@ def values_of(block, cut):
 def read_count(ring, slot, head, part, exists, cut):
     """Entries in use, int32; 0 of a state that does not exist. That of the first of the part's value channels, whose
     counts are all the same."""
-    at = ring.counts + (slot * ring.counts_stride + head * cut.ROWS) + part * (cut.BLOCKS * cut.BLOCK_ROWS)
+    at = ring.counts + (slot * ring.counts_stride + head * cut.ROWS) + part * cut.BLOCK_ROWS
     return tl.minimum(tl.load(at, mask=exists, other=0).to(tl.int32), ring.LENGTH)
 
 
 @triton.jit
 def write_count(ring, slot, head, part, count, cut):
-    value = part * (cut.BLOCKS * cut.BLOCK_ROWS) + tl.arange(0, cut.BLOCKS * cut.BLOCK_ROWS)
+    value, inside = values_of(part, cut)
     at = ring.counts + (slot * ring.counts_stride + head * cut.ROWS) + value
-    counts = (tl.zeros([cut.BLOCKS * cut.BLOCK_ROWS], tl.int32) + count).to(tl.uint8)
-    tl.store(at, counts, mask=value < cut.ROWS)
+    tl.store(at, (tl.zeros([cut.BLOCK_ROWS], tl.int32) + count).to(tl.uint8), mask=inside)
 
 
 @triton.jit

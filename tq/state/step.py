@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tq.kernels.device import Rows, round_to
 from tq.kernels.producer import INPUT_DTYPES, constant
+from tq.kernels.target import INTERPRETED
 from tq.state.bind import bind_rows, bind_vector, check_out, check_shape, check_tensor
 
 
@@ -119,12 +120,44 @@ def norm(vector, given):
     return length
 
 
+class Vectors(NamedTuple):
+    """q and k of a row [keys], as they multiply a state, their product and bounds of their magnitudes; log decay [1, 1]
+    or [1, keys], and beta."""
+
+    q: Any
+    k: Any
+    both: Any
+    most_q: Any
+    most_k: Any
+    log_decay: Any
+    beta: Any
+
+
+@triton.jit
+def add_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def three_sums(x, y, z):
+    """Each summed up, in one pass through the threads; the interpreter takes a pass of Python for every element."""
+    if INTERPRETED:
+        return tl.sum(x, 0), tl.sum(y, 0), tl.sum(z, 0)
+    return tl.reduce((x, y, z), 0, add_three)
+
+
 @triton.jit
 def load_vectors(given, row, head, cut):
     """As `load_step`, with q and k normalized and q scaled. One factor for all keys: a division of each would cost more
     than codes do."""
     q, k, log_decay, beta = load_step(given, row, head, cut)
-    return q * (given.scale / norm(q, given)), k * (1.0 / norm(k, given)), log_decay, beta
+    of_q, of_k, both = three_sums(q * q, k * k, q * k)
+    most_q, most_k = tl.sqrt(of_q + 1e-6), tl.sqrt(of_k + 1e-6)
+    factor_q, factor_k = given.scale, 1.0
+    if given.step.NORMALIZE:
+        factor_q, factor_k = given.scale / most_q, 1.0 / most_k
+    most_q, most_k = tl.abs(factor_q) * most_q, factor_k * most_k
+    return Vectors(q * factor_q, k * factor_k, both * (factor_q * factor_k), most_q, most_k, log_decay, beta)
 
 
 @triton.jit
