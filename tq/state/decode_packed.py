@@ -16,11 +16,13 @@ from tq.state.decode import NULL_SLOT
 from tq.state.digits import beside, digits_of, products, sums
 from tq.state.packed import PackedState, bind_packed
 from tq.state.packing import (
+    RESIDUALS,
     contract,
     factored,
     load_packed,
     multiplied,
     of_rows,
+    rotated,
     store_packed,
     store_product,
     updated,
@@ -49,15 +51,15 @@ def settle(packed, ring, slot, head, part, count, format, cut, folds):
     decay = tl.exp(total)
     for i in range(cut.BLOCK_ROWS // folds.BLOCK_ROWS):
         block = part * (cut.BLOCK_ROWS // folds.BLOCK_ROWS) + i
-        codes, scale = load_packed(packed, slot, head, block, count >= 0, folds)
-        tile, factor = factored(codes, scale, decay, format, folds)
+        codes, residuals, scale = load_packed(packed, slot, head, block, count >= 0, folds)
+        tile, factor = factored(packed, codes, residuals, scale, decay, format, folds)
         tile = fold(multiplied(tile, factor), ring, slot, head, block, count, total, folds)
         store_packed(packed, slot, head, block, count >= 0, tile, format, folds)
 
 
 @triton.jit
-def products_with(codes, scale, decay, vectors, format, cut):
-    """codes * scale * decay times k and times q, [BLOCK_ROWS] each."""
+def products_with(packed, codes, residuals, scale, decay, vectors, format, cut):
+    """(codes + residuals / 14) * scale * decay times k and times q, [BLOCK_ROWS] each."""
     if format.INTEGERS and cut.GROUP_COLS == cut.BLOCK_COLS and cut.BLOCK_COLS >= 32:
         factor = of_rows(scale, cut)
         if decay.shape[1] == 1:
@@ -67,10 +69,13 @@ def products_with(codes, scale, decay, vectors, format, cut):
             all_decays = tl.reshape(decay, [cut.BLOCK_COLS])
             k, q = vectors.k * all_decays, vectors.q * all_decays
         digits, weights = digits_of(k, q, vectors.most_k, vectors.most_q)
-        known, result = sums(products(codes.to(tl.int8, bitcast=True), digits, weights))
+        columns = products(codes.to(tl.int8, bitcast=True), digits, weights)
+        if packed.residuals is not None:
+            columns += products(residuals, digits, weights * (1.0 / RESIDUALS))
+        known, result = sums(columns)
         known, result = known * factor, result * factor
     else:
-        tile, factor = factored(codes, scale, decay, format, cut)
+        tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
         known = contract(tile, vectors.k[None, :]) * factor
         result = contract(tile, vectors.q[None, :]) * factor
     return known, result
@@ -80,15 +85,16 @@ def products_with(codes, scale, decay, vectors, format, cut):
 def step_rounded(packed, given, row, slot, head, part, format, cut):
     """A step of a block, rounded and stored."""
     # Asked for first, since its way is the longest.
-    codes, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
+    codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
     value, in_values = values_of(part, cut)
-    v = load_values(given, row, head, value, in_values, cut)
+    v = rotated(load_values(given, row, head, value, in_values, cut), packed.ROTATION)
     vectors = load_vectors(given, row, head, cut)
     decay = tl.exp(vectors.log_decay)
-    known, result = products_with(codes, scale, decay, vectors, format, cut)
+    known, result = products_with(packed, codes, residuals, scale, decay, vectors, format, cut)
     update = (v - known) * vectors.beta
-    store_output(given, row, head, value, in_values, result + update * vectors.both, cut)
-    tile, factor = factored(codes, scale, decay, format, cut)
+    result = rotated(result + update * vectors.both, packed.ROTATION)
+    store_output(given, row, head, value, in_values, result, cut)
+    tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
     tile, factor = updated(tile, factor, update, vectors.k[None, :], cut)
     store_product(packed, slot, head, part, slot >= 0, tile, factor, format, cut)
 
@@ -96,20 +102,21 @@ def step_rounded(packed, given, row, slot, head, part, format, cut):
 @triton.jit
 def step_in_ring(packed, ring, given, row, slot, head, part, entry, total, format, cut):
     """A step of a block as an entry of the ring after those before it; the new sum of log decays."""
-    codes, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
+    codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
     value, in_values = values_of(part, cut)
-    v = load_values(given, row, head, value, in_values, cut)
+    v = rotated(load_values(given, row, head, value, in_values, cut), packed.ROTATION)
     updates = read_updates(ring, slot, head, part, entry, cut)
     vectors = load_vectors(given, row, head, cut)
     total += vectors.log_decay
     k, q = vectors.k[None, :], vectors.q[None, :]
     write_entry(ring, slot, head, part, entry, k, total, cut)
     keys, decays = read_keys(ring, slot, head, entry, total, cut)
-    known, result = products_with(codes, scale, tl.exp(total), vectors, format, cut)
+    known, result = products_with(packed, codes, residuals, scale, tl.exp(total), vectors, format, cut)
     entries = beside(with_entries(keys, decays, k), with_entries(keys, decays, q))
     more_known, more_result = sums(tl.dot(updates, entries, input_precision=PRECISION))
     update = (v - (known + more_known)) * vectors.beta
-    store_output(given, row, head, value, in_values, result + more_result + update * vectors.both, cut)
+    result = rotated(result + more_result + update * vectors.both, packed.ROTATION)
+    store_output(given, row, head, value, in_values, result, cut)
     write_update(ring, slot, head, part, entry, update, cut)
     tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
     return total

@@ -15,15 +15,22 @@ from tq.kernels.device import reciprocal
 from tq.state.cache import Slots, as_block, as_groups, elements_of
 from tq.state.formats import fit, invert, largest_magnitude, largest_of_groups
 
+# Residuals are -7 to 7 of so many parts of a code, which is half a code at most.
+RESIDUALS = tl.constexpr(14.0)
+
 
 class DevicePacked(NamedTuple):
-    """A packed state as a kernel takes it: bytes and scales, the elements between slots, and the slots meant."""
+    """A packed state as a kernel takes it: bytes and scales, residuals or None, the elements between slots, and the
+    slots meant. ROTATION: log2 of the value channels that a Hadamard matrix mixes."""
 
     codes: Any
     codes_stride: int
     scales: Any
     scales_stride: int
+    residuals: Any
+    residuals_stride: int
     slots: Slots
+    ROTATION: tl.constexpr
 
 
 @triton.jit
@@ -53,11 +60,32 @@ def head_of_codes(packed, slot, head, cut):
 
 
 @triton.jit
+def head_of_residuals(packed, slot, head, cut):
+    """Address of the residuals of a head."""
+    return packed.residuals + (slot * packed.residuals_stride + head * (cut.ROWS * cut.COLS // 2))
+
+
+@triton.jit
+def pairs_of(block, exists, cut):
+    """As `elements_of`, of pairs of neighbouring columns, [BLOCK_ROWS, BLOCK_COLS / 2]."""
+    row = (block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
+    pair = tl.arange(0, cut.BLOCK_COLS // 2)[None, :]
+    return row * (cut.COLS // 2) + pair, (row < exists.to(tl.int32) * cut.ROWS) & (pair < cut.COLS // 2)
+
+
+@triton.jit
 def load_packed(packed, slot, head, block, exists, cut):
-    """(codes [BLOCK_ROWS, BLOCK_COLS], scales [groups, 1, groups, 1]) of a block; zeros of none."""
+    """(codes [BLOCK_ROWS, BLOCK_COLS], residuals as int8, scales [groups, 1, groups, 1]) of a block; zeros of none.
+    Codes again for residuals where there are none."""
     at, inside = elements_of(block, exists, cut)
     codes = tl.load(head_of_codes(packed, slot, head, cut) + at, mask=inside, other=0)
-    return codes, load_scales(packed, slot, head, block, exists, cut)
+    residuals = codes
+    if packed.residuals is not None:
+        at, inside = pairs_of(block, exists, cut)
+        pair = tl.load(head_of_residuals(packed, slot, head, cut) + at, mask=inside, other=0)
+        first, second = (pair << 4).to(tl.int8, bitcast=True) >> 4, pair.to(tl.int8, bitcast=True) >> 4
+        residuals = tl.reshape(tl.join(first, second), [cut.BLOCK_ROWS, cut.BLOCK_COLS])
+    return codes, residuals, load_scales(packed, slot, head, block, exists, cut)
 
 
 @triton.jit
@@ -69,9 +97,15 @@ def load_scales(packed, slot, head, block, exists, cut):
 
 @triton.jit
 def store_scaled(packed, slot, head, block, exists, scaled, to_state, format, cut):
-    """Codes of a block whose elements are divided by their scales, and these, [groups, 1, groups, 1]."""
+    """Codes of elements divided by their scales, what rounding left, and the scales [groups, 1, groups, 1]."""
     at, inside = elements_of(block, exists, cut)
     tl.store(head_of_codes(packed, slot, head, cut) + at, format.pack(scaled), mask=inside)
+    if packed.residuals is not None:
+        rest = format.round((scaled - format.round(scaled)) * RESIDUALS).to(tl.int32)
+        first, second = tl.split(tl.reshape(rest, [cut.BLOCK_ROWS, cut.BLOCK_COLS // 2, 2]))
+        at, inside = pairs_of(block, exists, cut)
+        pair = (first & 15) | ((second & 15) << 4)
+        tl.store(head_of_residuals(packed, slot, head, cut) + at, pair.to(tl.uint8), mask=inside)
     at, inside = scales_of(block, exists, cut)
     tl.store(head_of_scales(packed, slot, head, cut) + at, to_state, mask=inside)
 
@@ -128,10 +162,12 @@ def of_keys(scale, vector, cut):
 
 
 @triton.jit
-def factored(codes, scale, decay, format, cut):
-    """codes * scale * decay, for decay [1, 1 or BLOCK_COLS], as (tile [BLOCK_ROWS, BLOCK_COLS], factor [BLOCK_ROWS])
-    whose product it is."""
+def factored(packed, codes, residuals, scale, decay, format, cut):
+    """(codes + residuals / 14) * scale * decay, for decay [1, 1 or BLOCK_COLS], as (tile [BLOCK_ROWS, BLOCK_COLS],
+    factor [BLOCK_ROWS]) whose product it is."""
     values = format.unpack(codes)
+    if packed.residuals is not None:
+        values += residuals.to(tl.float32) * (1.0 / RESIDUALS)
     if cut.GROUP_COLS == cut.BLOCK_COLS:
         factor = of_rows(scale, cut)
         if decay.shape[1] == 1:
@@ -142,6 +178,26 @@ def factored(codes, scale, decay, format, cut):
         values *= of_keys(scale, decay, cut)
         factor = tl.full([cut.BLOCK_ROWS], 1.0, tl.float32)
     return values, factor
+
+
+@triton.jit
+def butterfly(x, HALF: tl.constexpr):
+    """a + b and a - b in place of the rows a and b that lie HALF apart, of [rows] or [rows, columns]."""
+    width: tl.constexpr = HALF * (x.numel // x.shape[0])
+    pairs = tl.reshape(x, [x.shape[0] // (2 * HALF), 2, width])
+    first, second = tl.split(tl.permute(pairs, [0, 2, 1]))
+    pairs = tl.permute(tl.join(first + second, first - second), [0, 2, 1])
+    return tl.reshape(pairs, x.shape)
+
+
+@triton.jit
+def rotated(x, ROTATION: tl.constexpr):
+    """H x for the orthonormal Hadamard matrix H of each 2^ROTATION rows, its own inverse."""
+    for stage in tl.static_range(ROTATION):
+        x = butterfly(x, 1 << stage)
+    if ROTATION > 0:
+        x *= 2.0 ** (-0.5 * ROTATION)
+    return x
 
 
 @triton.jit
