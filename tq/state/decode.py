@@ -14,7 +14,7 @@ from tq.kernels.producer import check_choice
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, run
 from tq.state.cache import begin, find_head, load_quarters, store_quarters
 from tq.state.qdq import qdq
-from tq.state.step import Activations, bind_gdn, bind_kda, load_step, load_values, norm, store_output
+from tq.state.step import Activations, bind_gdn, bind_kda, load_activations, norm, store_output
 
 NULL_SLOT = 0  # the slot that vLLM pads a batch with
 QUANTIZED = ("incoming", "outgoing")
@@ -25,14 +25,14 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
     """S = decay * S; S += beta * (v - S k) k^T; out = S q * scale. S is [values, keys]; INCOMING: rounded before, else
     after."""
     request, head, part = begin(cut)
+    loaded = load_activations(given, request, head, part, cut)
     pointer, exists = find_head(state, request, head, cut)
-    value = part * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
-    in_values = value < cut.ROWS
     if exists:
         dtype: tl.constexpr = state.data.dtype.element_ty
         tile = load_quarters(pointer, part, exists, cut).to(tl.float32)
-        q, k, log_decay, beta = load_step(given, request, head, cut)
-        v = load_values(given, request, head, value, in_values, cut)
+        q, k, v, gates = loaded
+        log_decay, beta = given.step.gates_of(gates, given.gates)
+        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
         q = (q / norm(q, given) * given.scale)[None, :]
         k = (k / norm(k, given))[None, :]
         if INCOMING:
@@ -44,10 +44,10 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
         tile = round_to(tile, dtype)
         if INCOMING == False:  # noqa: E712 - a constant of a kernel has no `not`
             tile = round_to(qdq(tile, format, cut), dtype)
-        store_output(given, request, head, value, in_values, result, cut)
+        store_output(given, request, head, part, result, cut)
         store_quarters(pointer, part, exists, tile.to(dtype), cut)
     else:
-        store_output(given, request, head, value, in_values, tl.zeros([cut.BLOCK_ROWS], tl.float32), cut)
+        store_output(given, request, head, part, tl.zeros([cut.BLOCK_ROWS], tl.float32), cut)
 
 
 def gdn_decode(

@@ -29,18 +29,17 @@ from tq.state.packing import (
 )
 from tq.state.ring import (
     PRECISION,
+    entries_of,
     fold,
+    load_entries,
     read_count,
-    read_keys,
-    read_updates,
     total_of,
-    values_of,
     with_entries,
     write_count,
     write_entry,
     write_update,
 )
-from tq.state.step import Activations, bind_gdn, bind_kda, load_values, load_vectors, store_output
+from tq.state.step import Activations, bind_gdn, bind_kda, load_activations, store_output, vectors_of
 
 
 @triton.jit
@@ -82,41 +81,36 @@ def products_with(packed, codes, residuals, scale, decay, vectors, format, cut):
 
 
 @triton.jit
-def step_rounded(packed, given, row, slot, head, part, format, cut):
+def step_rounded(packed, given, loaded, row, slot, head, part, format, cut):
     """A step of a block, rounded and stored."""
-    # Asked for first, since its way is the longest.
     codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
-    value, in_values = values_of(part, cut)
-    v = rotated(load_values(given, row, head, value, in_values, cut), packed.ROTATION)
-    vectors = load_vectors(given, row, head, cut)
+    vectors = vectors_of(loaded, given)
     decay = tl.exp(vectors.log_decay)
     known, result = products_with(packed, codes, residuals, scale, decay, vectors, format, cut)
-    update = (v - known) * vectors.beta
+    update = (rotated(vectors.v, packed.ROTATION) - known) * vectors.beta
     result = rotated(result + update * vectors.both, packed.ROTATION)
-    store_output(given, row, head, value, in_values, result, cut)
+    store_output(given, row, head, part, result, cut)
     tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
     tile, factor = updated(tile, factor, update, vectors.k[None, :], cut)
     store_product(packed, slot, head, part, slot >= 0, tile, factor, format, cut)
 
 
 @triton.jit
-def step_in_ring(packed, ring, given, row, slot, head, part, entry, total, format, cut):
+def step_in_ring(packed, ring, given, loaded, row, slot, head, part, entry, total, format, cut):
     """A step of a block as an entry of the ring after those before it; the new sum of log decays."""
     codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
-    value, in_values = values_of(part, cut)
-    v = rotated(load_values(given, row, head, value, in_values, cut), packed.ROTATION)
-    updates = read_updates(ring, slot, head, part, entry, cut)
-    vectors = load_vectors(given, row, head, cut)
+    entries = load_entries(ring, slot, head, part, entry, cut)
+    vectors = vectors_of(loaded, given)
     total += vectors.log_decay
     k, q = vectors.k[None, :], vectors.q[None, :]
     write_entry(ring, slot, head, part, entry, k, total, cut)
-    keys, decays = read_keys(ring, slot, head, entry, total, cut)
+    keys, decays, updates = entries_of(entries, total)
     known, result = products_with(packed, codes, residuals, scale, tl.exp(total), vectors, format, cut)
-    entries = beside(with_entries(keys, decays, k), with_entries(keys, decays, q))
-    more_known, more_result = sums(tl.dot(updates, entries, input_precision=PRECISION))
-    update = (v - (known + more_known)) * vectors.beta
+    columns = beside(with_entries(keys, decays, k), with_entries(keys, decays, q))
+    more_known, more_result = sums(tl.dot(updates, columns, input_precision=PRECISION))
+    update = (rotated(vectors.v, packed.ROTATION) - (known + more_known)) * vectors.beta
     result = rotated(result + more_result + update * vectors.both, packed.ROTATION)
-    store_output(given, row, head, value, in_values, result, cut)
+    store_output(given, row, head, part, result, cut)
     write_update(ring, slot, head, part, entry, update, cut)
     tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
     return total
@@ -127,16 +121,20 @@ def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.c
     """TOKENS steps of the state of each request, one after the other. Without a ring the state is rounded and stored by
     each; with one they are entries of it, which COMMIT counts."""
     request, head, part = begin(cut)
+    loaded = load_activations(given, request * TOKENS, head, part, cut)
     slot, exists = slot_of(packed.slots, request)
     if exists:
         if ring.keys is None:
-            step_rounded(packed, given, request, slot, head, part, format, cut)
+            step_rounded(packed, given, loaded, request, slot, head, part, format, cut)
         else:
             count = tl.minimum(read_count(ring, slot, head, part, exists, cut), ring.LENGTH - ring.DRAFTS)
             total = total_of(ring, slot, head, count, cut)
             for token in tl.static_range(TOKENS):
                 row = request * TOKENS + token
-                total = step_in_ring(packed, ring, given, row, slot, head, part, count + token, total, format, cut)
+                if token > 0:
+                    loaded = load_activations(given, row, head, part, cut)
+                entry = count + token
+                total = step_in_ring(packed, ring, given, loaded, row, slot, head, part, entry, total, format, cut)
             if COMMIT:
                 count += TOKENS
                 if count + ring.DRAFTS > ring.LENGTH:
@@ -145,9 +143,8 @@ def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.c
                 write_count(ring, slot, head, part, count, cut)
     else:
         for token in tl.static_range(TOKENS):
-            value, in_values = values_of(part, cut)
             nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
-            store_output(given, request * TOKENS + token, head, value, in_values, nothing, cut)
+            store_output(given, request * TOKENS + token, head, part, nothing, cut)
 
 
 @triton.jit

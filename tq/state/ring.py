@@ -172,21 +172,31 @@ def write_update(ring, slot, head, block, entry, update, cut):
 
 
 @triton.jit
-def read_keys(ring, slot, head, count, total, cut):
-    """(k_i [PADDED, BLOCK_COLS], exp(total - G_i) [PADDED, 1 or BLOCK_COLS]) of the entries in use, zeros of others."""
+def load_entries(ring, slot, head, block, count, cut):
+    """(k_i [PADDED, BLOCK_COLS], G_i [PADDED] or [PADDED, BLOCK_COLS], u_i [BLOCK_ROWS, PADDED] of a block) of the
+    entries in use, zeros of others; as they are in memory."""
     entry = tl.arange(0, ring.PADDED)
     if ring.DECAYS == 1:
-        sums = tl.load(entry_of_decays(ring, slot, head, entry), mask=entry < count, other=0.0)[:, None]
-        entry = entry[:, None]
+        sums = tl.load(entry_of_decays(ring, slot, head, entry), mask=entry < count, other=0.0)
     else:
-        entry = entry[:, None]
         channel, inside = decays_of(ring, cut)
-        at = entry_of_decays(ring, slot, head, entry) + channel
-        sums = tl.load(at, mask=(entry < count) & inside, other=0.0)
-    used = entry < count
-    key = tl.arange(0, cut.BLOCK_COLS)[None, :]
-    keys = tl.load(entry_of_keys(ring, slot, head, entry, cut) + key, mask=used & (key < cut.COLS), other=0.0)
-    return keys.to(tl.float32), tl.exp(total - sums)
+        at = entry_of_decays(ring, slot, head, entry[:, None]) + channel
+        sums = tl.load(at, mask=(entry[:, None] < count) & inside, other=0.0)
+    key, of_keys = tl.arange(0, cut.BLOCK_COLS)[None, :], entry[:, None]
+    at = entry_of_keys(ring, slot, head, of_keys, cut) + key
+    keys = tl.load(at, mask=(of_keys < count) & (key < cut.COLS), other=0.0)
+    value, inside = values_of(block, cut)
+    at = entry_of_updates(ring, slot, head, entry[None, :], cut) + value[:, None]
+    return keys, sums, tl.load(at, mask=(entry[None, :] < count) & inside[:, None], other=0.0)
+
+
+@triton.jit
+def entries_of(loaded, total):
+    """(k_i, exp(total - G_i) [PADDED, 1 or BLOCK_COLS], u_i) in fp32."""
+    keys, sums, updates = loaded
+    if len(sums.shape) == 1:
+        sums = sums[:, None]
+    return keys.to(tl.float32), tl.exp(total - sums), updates.to(tl.float32)
 
 
 @triton.jit
@@ -200,19 +210,9 @@ def with_entries(keys, decays, vector):
 
 
 @triton.jit
-def read_updates(ring, slot, head, block, count, cut):
-    """u_i [BLOCK_ROWS, PADDED] of a block and of the entries in use, zeros of others."""
-    entry = tl.arange(0, ring.PADDED)[None, :]
-    value, inside = values_of(block, cut)
-    at = entry_of_updates(ring, slot, head, entry, cut) + value[:, None]
-    return tl.load(at, mask=(entry < count) & inside[:, None], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def fold(tile, ring, slot, head, block, count, total, cut):
     """tile + sum of u_i (exp(total - G_i) k_i)^T over the entries in use, [BLOCK_ROWS, BLOCK_COLS]."""
-    keys, decays = read_keys(ring, slot, head, count, total, cut)
-    updates = read_updates(ring, slot, head, block, count, cut)
+    keys, decays, updates = entries_of(load_entries(ring, slot, head, block, count, cut), total)
     return tile + tl.dot(updates, keys * decays, input_precision=PRECISION)
 
 
