@@ -163,14 +163,15 @@ def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, pa
     group_rows = min(by_row, padded(rows)) or padded(rows)
     block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
-    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts
+    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1
     return Cut(*map(constant, (*sizes, overlaps)))
 
 
 @lru_cache
-def joined(cut: Cut, batch: int, programs: int) -> Cut:
-    """`cut` with larger blocks, so that `programs` are left where a batch has them. The warps of a program stay, and
-    what is added up is of one row, so that bits do not depend on the batch."""
+def joined(cut: Cut, batch: int, programs: int, group: int) -> Cut:
+    """`cut` with larger blocks, then two of the `group` heads of a key head in one program, so that `programs` are left
+    where a batch has them. The warps of a program stay, and what is added up is of one row, so that bits do not depend
+    on the batch."""
     parts, rows = cut.PARTS.value, cut.BLOCK_ROWS.value
     while (
         parts > 1
@@ -178,7 +179,8 @@ def joined(cut: Cut, batch: int, programs: int) -> Cut:
         and batch * cut.HEADS.value * (-(-parts // 2)) >= programs
     ):
         parts, rows = -(-parts // 2), 2 * rows
-    return cut._replace(PARTS=constant(parts), BLOCK_ROWS=constant(rows))
+    shared = 2 if parts == 1 and group % 2 == 0 and batch * cut.HEADS.value // 2 >= programs else 1
+    return cut._replace(PARTS=constant(parts), BLOCK_ROWS=constant(rows), SHARED=constant(shared))
 
 
 @lru_cache
@@ -217,7 +219,7 @@ def bind_format(
 
 def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *arguments: Any, fusion: bool = False) -> None:
     """One launch, of every part of every head of every request."""
-    programs = batch * launch.cut.HEADS.value * launch.cut.PARTS.value
+    programs = batch * (launch.cut.HEADS.value // launch.cut.SHARED.value) * launch.cut.PARTS.value
     if programs == 0:
         return
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": fusion}

@@ -23,15 +23,15 @@ from tq.state.packing import (
     multiplied,
     of_rows,
     rotated,
-    store_packed,
     store_product,
     updated,
 )
 from tq.state.ring import (
-    PRECISION,
-    entries_of,
+    decays_since,
     fold,
     load_entries,
+    load_own_entries,
+    of_updates,
     read_count,
     total_of,
     with_entries,
@@ -39,7 +39,7 @@ from tq.state.ring import (
     write_entry,
     write_update,
 )
-from tq.state.step import Activations, bind_gdn, bind_kda, load_activations, store_output, vectors_of
+from tq.state.step import Activations, bind_gdn, bind_kda, load_keys, load_own, own_of, store_output, vectors_of
 
 
 @triton.jit
@@ -53,12 +53,14 @@ def settle(packed, ring, slot, head, part, count, format, cut, folds):
         codes, residuals, scale = load_packed(packed, slot, head, block, count >= 0, folds)
         tile, factor = factored(packed, codes, residuals, scale, decay, format, folds)
         tile = fold(multiplied(tile, factor), ring, slot, head, block, count, total, folds)
-        store_packed(packed, slot, head, block, count >= 0, tile, format, folds)
+        ones = tl.full([folds.BLOCK_ROWS], 1.0, tl.float32)
+        store_product(packed, slot, head, block, count >= 0, tile, ones, format, folds)
 
 
 @triton.jit
-def products_with(packed, codes, residuals, scale, decay, vectors, format, cut):
-    """(codes + residuals / 14) * scale * decay times k and times q, [BLOCK_ROWS] each."""
+def products_with(packed, codes, residuals, scale, decay, vectors, columns, format, cut):
+    """(codes + residuals / 14) * scale * decay times k and times q, [BLOCK_ROWS] each, and the sums of even and of odd
+    columns [BLOCK_ROWS, 8]."""
     if format.INTEGERS and cut.GROUP_COLS == cut.BLOCK_COLS and cut.BLOCK_COLS >= 32:
         factor = of_rows(scale, cut)
         if decay.shape[1] == 1:
@@ -68,51 +70,56 @@ def products_with(packed, codes, residuals, scale, decay, vectors, format, cut):
             all_decays = tl.reshape(decay, [cut.BLOCK_COLS])
             k, q = vectors.k * all_decays, vectors.q * all_decays
         digits, weights = digits_of(k, q, vectors.most_k, vectors.most_q)
-        columns = products(codes.to(tl.int8, bitcast=True), digits, weights)
+        of_codes = products(codes.to(tl.int8, bitcast=True), digits, weights)
         if packed.residuals is not None:
-            columns += products(residuals, digits, weights * (1.0 / RESIDUALS))
-        known, result = sums(columns)
-        known, result = known * factor, result * factor
+            of_codes += products(residuals, digits, weights * (1.0 / RESIDUALS))
+        known, result = sums(of_codes * factor[:, None] + columns)
     else:
         tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
-        known = contract(tile, vectors.k[None, :]) * factor
-        result = contract(tile, vectors.q[None, :]) * factor
+        known, result = sums(columns)
+        known += contract(tile, vectors.k[None, :]) * factor
+        result += contract(tile, vectors.q[None, :]) * factor
     return known, result
 
 
 @triton.jit
-def step_rounded(packed, given, loaded, row, slot, head, part, format, cut):
-    """A step of a block, rounded and stored."""
+def step_rounded(packed, given, loaded, own, row, slot, head, part, format, cut):
+    """A step of a block of each head of a program, rounded and stored."""
     codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
     vectors = vectors_of(loaded, given)
-    decay = tl.exp(vectors.log_decay)
-    known, result = products_with(packed, codes, residuals, scale, decay, vectors, format, cut)
-    update = (rotated(vectors.v, packed.ROTATION) - known) * vectors.beta
-    result = rotated(result + update * vectors.both, packed.ROTATION)
-    store_output(given, row, head, part, result, cut)
-    tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
-    tile, factor = updated(tile, factor, update, vectors.k[None, :], cut)
-    store_product(packed, slot, head, part, slot >= 0, tile, factor, format, cut)
+    for i in tl.static_range(cut.SHARED):
+        if i > 0:
+            own = load_own(given, row, head + i, part, cut)
+            codes, residuals, scale = load_packed(packed, slot, head + i, part, slot >= 0, cut)
+        v, log_decay, beta = own_of(own, given)
+        decay = tl.exp(log_decay)
+        nothing = tl.zeros([cut.BLOCK_ROWS, 8], tl.float32)
+        known, result = products_with(packed, codes, residuals, scale, decay, vectors, nothing, format, cut)
+        update = (rotated(v, packed.ROTATION) - known) * beta
+        store_output(given, row, head + i, part, rotated(result + update * vectors.both, packed.ROTATION), cut)
+        tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
+        tile, factor = updated(tile, factor, update, vectors.k[None, :], cut)
+        store_product(packed, slot, head + i, part, slot >= 0, tile, factor, format, cut)
 
 
 @triton.jit
-def step_in_ring(packed, ring, given, loaded, row, slot, head, part, entry, total, format, cut):
+def step_in_ring(packed, ring, given, loaded, own, entries, row, slot, head, part, entry, total, format, cut):
     """A step of a block as an entry of the ring after those before it; the new sum of log decays."""
     codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
-    entries = load_entries(ring, slot, head, part, entry, cut)
+    sums_of_entries, updates = load_own_entries(ring, slot, head, part, entry, cut)
     vectors = vectors_of(loaded, given)
-    total += vectors.log_decay
+    v, log_decay, beta = own_of(own, given)
+    total += log_decay
     k, q = vectors.k[None, :], vectors.q[None, :]
     write_entry(ring, slot, head, part, entry, k, total, cut)
-    keys, decays, updates = entries_of(entries, total)
-    known, result = products_with(packed, codes, residuals, scale, tl.exp(total), vectors, format, cut)
+    decays = decays_since(sums_of_entries, total)
+    keys = entries.to(tl.float32)
     columns = beside(with_entries(keys, decays, k), with_entries(keys, decays, q))
-    more_known, more_result = sums(tl.dot(updates, columns, input_precision=PRECISION))
-    update = (rotated(vectors.v, packed.ROTATION) - (known + more_known)) * vectors.beta
-    result = rotated(result + more_result + update * vectors.both, packed.ROTATION)
-    store_output(given, row, head, part, result, cut)
+    columns = of_updates(updates, columns, tl.zeros([cut.BLOCK_ROWS, 8], tl.float32))
+    known, result = products_with(packed, codes, residuals, scale, tl.exp(total), vectors, columns, format, cut)
+    update = (rotated(v, packed.ROTATION) - known) * beta
+    store_output(given, row, head, part, rotated(result + update * vectors.both, packed.ROTATION), cut)
     write_update(ring, slot, head, part, entry, update, cut)
-    tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
     return total
 
 
@@ -121,30 +128,39 @@ def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.c
     """TOKENS steps of the state of each request, one after the other. Without a ring the state is rounded and stored by
     each; with one they are entries of it, which COMMIT counts."""
     request, head, part = begin(cut)
-    loaded = load_activations(given, request * TOKENS, head, part, cut)
+    row = request * TOKENS
+    # All is asked for before anything is waited for.
+    loaded, own = load_keys(given, row, head, cut), load_own(given, row, head, part, cut)
     slot, exists = slot_of(packed.slots, request)
     if exists:
         if ring.keys is None:
-            step_rounded(packed, given, loaded, request, slot, head, part, format, cut)
+            step_rounded(packed, given, loaded, own, row, slot, head, part, format, cut)
         else:
             count = tl.minimum(read_count(ring, slot, head, part, exists, cut), ring.LENGTH - ring.DRAFTS)
-            total = total_of(ring, slot, head, count, cut)
-            for token in tl.static_range(TOKENS):
-                row = request * TOKENS + token
-                if token > 0:
-                    loaded = load_activations(given, row, head, part, cut)
-                entry = count + token
-                total = step_in_ring(packed, ring, given, loaded, row, slot, head, part, entry, total, format, cut)
+            entries = load_entries(ring, slot, head, count, cut)
+            for i in tl.static_range(cut.SHARED):
+                total = total_of(ring, slot, head + i, count, cut)
+                for token in tl.static_range(TOKENS):
+                    if i + token > 0:
+                        own = load_own(given, row + token, head + i, part, cut)
+                        if TOKENS > 1:
+                            loaded = load_keys(given, row + token, head, cut)
+                            entries = load_entries(ring, slot, head, count + token, cut)
+                    at = row + token, slot, head + i, part, count + token
+                    total = step_in_ring(packed, ring, given, loaded, own, entries, *at, total, format, cut)
+                    tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
             if COMMIT:
                 count += TOKENS
-                if count + ring.DRAFTS > ring.LENGTH:
-                    settle(packed, ring, slot, head, part, count, format, cut, folds)
-                    count = count * 0
-                write_count(ring, slot, head, part, count, cut)
+                full = count + ring.DRAFTS > ring.LENGTH
+                for i in range(cut.SHARED):
+                    if full:
+                        settle(packed, ring, slot, head + i, part, count, format, cut, folds)
+                    write_count(ring, slot, head + i, part, tl.where(full, 0, count), cut)
     else:
         for token in tl.static_range(TOKENS):
-            nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
-            store_output(given, request * TOKENS + token, head, part, nothing, cut)
+            for i in tl.static_range(cut.SHARED):
+                nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
+                store_output(given, row + token, head + i, part, nothing, cut)
 
 
 @triton.jit
@@ -247,7 +263,8 @@ def decode_packed(
         raise ValueError(f"{op}: mixed_qkv must have verify={tokens} rows a request, got {given.qkv.data.shape[0]}")
     constants = tokens, state.ring is not None and verify is None, bound.launch.cut
     arguments = bound.packed, bound.ring, given, *constants
-    launch = bound.launch._replace(cut=joined(bound.launch.cut, slots.shape[0], bound.launch.programs))
+    cut = joined(bound.launch.cut, slots.shape[0], bound.launch.programs, given.step.GROUP.value)
+    launch = bound.launch._replace(cut=cut)
     run(decode_packed_kernel, slots.shape[0], launch, state.codes.device, *arguments, fusion=True)
 
 

@@ -172,31 +172,33 @@ def write_update(ring, slot, head, block, entry, update, cut):
 
 
 @triton.jit
-def load_entries(ring, slot, head, block, count, cut):
-    """(k_i [PADDED, BLOCK_COLS], G_i [PADDED] or [PADDED, BLOCK_COLS], u_i [BLOCK_ROWS, PADDED] of a block) of the
-    entries in use, zeros of others; as they are in memory."""
+def load_entries(ring, slot, head, count, cut):
+    """k_i [PADDED, BLOCK_COLS] of the entries in use, zeros of others, in their dtype."""
+    entry, key = tl.arange(0, ring.PADDED)[:, None], tl.arange(0, cut.BLOCK_COLS)[None, :]
+    at = entry_of_keys(ring, slot, head, entry, cut) + key
+    return tl.load(at, mask=(entry < count) & (key < cut.COLS), other=0.0)
+
+
+@triton.jit
+def load_own_entries(ring, slot, head, block, count, cut):
+    """(G_i [PADDED, 1] or [PADDED, BLOCK_COLS], u_i [BLOCK_ROWS, PADDED] of a block) of the entries in use, zeros of
+    others, in their dtypes."""
     entry = tl.arange(0, ring.PADDED)
     if ring.DECAYS == 1:
-        sums = tl.load(entry_of_decays(ring, slot, head, entry), mask=entry < count, other=0.0)
+        sums = tl.load(entry_of_decays(ring, slot, head, entry), mask=entry < count, other=0.0)[:, None]
     else:
         channel, inside = decays_of(ring, cut)
         at = entry_of_decays(ring, slot, head, entry[:, None]) + channel
         sums = tl.load(at, mask=(entry[:, None] < count) & inside, other=0.0)
-    key, of_keys = tl.arange(0, cut.BLOCK_COLS)[None, :], entry[:, None]
-    at = entry_of_keys(ring, slot, head, of_keys, cut) + key
-    keys = tl.load(at, mask=(of_keys < count) & (key < cut.COLS), other=0.0)
     value, inside = values_of(block, cut)
     at = entry_of_updates(ring, slot, head, entry[None, :], cut) + value[:, None]
-    return keys, sums, tl.load(at, mask=(entry[None, :] < count) & inside[:, None], other=0.0)
+    return sums, tl.load(at, mask=(entry[None, :] < count) & inside[:, None], other=0.0)
 
 
 @triton.jit
-def entries_of(loaded, total):
-    """(k_i, exp(total - G_i) [PADDED, 1 or BLOCK_COLS], u_i) in fp32."""
-    keys, sums, updates = loaded
-    if len(sums.shape) == 1:
-        sums = sums[:, None]
-    return keys.to(tl.float32), tl.exp(total - sums), updates.to(tl.float32)
+def decays_since(sums, total):
+    """exp(total - G_i)"""
+    return tl.exp(total - sums)
 
 
 @triton.jit
@@ -210,10 +212,26 @@ def with_entries(keys, decays, vector):
 
 
 @triton.jit
+def of_updates(updates, values, tile):
+    """tile + updates [rows, entries] values [entries, columns], fp32 but for the order of sums."""
+    if updates.dtype == tl.bfloat16 and not INTERPRETED:
+        # Of six products of parts three are left, as one factor has but one part.
+        first = values.to(tl.bfloat16)
+        rest = values - first.to(tl.float32)
+        second = rest.to(tl.bfloat16)
+        third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+        tile = tl.dot(updates, first, tl.dot(updates, second, tl.dot(updates, third, tile)))
+    else:
+        tile = tl.dot(updates.to(tl.float32), values, tile, input_precision=PRECISION)
+    return tile
+
+
+@triton.jit
 def fold(tile, ring, slot, head, block, count, total, cut):
     """tile + sum of u_i (exp(total - G_i) k_i)^T over the entries in use, [BLOCK_ROWS, BLOCK_COLS]."""
-    keys, decays, updates = entries_of(load_entries(ring, slot, head, block, count, cut), total)
-    return tile + tl.dot(updates, keys * decays, input_precision=PRECISION)
+    keys = load_entries(ring, slot, head, count, cut).to(tl.float32)
+    sums, updates = load_own_entries(ring, slot, head, block, count, cut)
+    return of_updates(updates, keys * decays_since(sums, total), tile)
 
 
 def bind_ring(op: str, ring: Ring, codes: torch.Tensor) -> DeviceRing:

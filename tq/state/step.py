@@ -102,19 +102,24 @@ def kda_gates_of(loaded, gates):
 
 
 @triton.jit
-def load_activations(given, row, head, block, cut):
-    """(q [keys], k [keys], v [values of a block], gates) of a row, in their dtypes. All are asked for before any is
-    waited for: whatever is done with one first would keep the rest from being asked for."""
+def load_keys(given, row, head, cut):
+    """(q [keys], k [keys]) of a row, in their dtype."""
     key = tl.arange(0, cut.BLOCK_COLS)
     in_keys = key < cut.COLS
-    value = block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
-    start = given.qkv.data + row * given.qkv.stride
     keys: tl.constexpr = cut.HEADS // given.step.GROUP * cut.COLS
-    channel = head // given.step.GROUP * cut.COLS + key
-    q = tl.load(start + channel, mask=in_keys, other=0.0)
-    k = tl.load(start + keys + channel, mask=in_keys, other=0.0)
-    v = tl.load(start + 2 * keys + head * cut.ROWS + value, mask=value < cut.ROWS, other=0.0)
-    return q, k, v, given.step.load_gates(given.gates, row, head, key, in_keys, cut)
+    at = given.qkv.data + row * given.qkv.stride + head // given.step.GROUP * cut.COLS + key
+    return tl.load(at, mask=in_keys, other=0.0), tl.load(at + keys, mask=in_keys, other=0.0)
+
+
+@triton.jit
+def load_own(given, row, head, block, cut):
+    """(v [values of a block], gates) of a head of a row, in their dtypes."""
+    key = tl.arange(0, cut.BLOCK_COLS)
+    value = block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
+    keys: tl.constexpr = cut.HEADS // given.step.GROUP * cut.COLS
+    at = given.qkv.data + row * given.qkv.stride + 2 * keys + head * cut.ROWS + value
+    v = tl.load(at, mask=value < cut.ROWS, other=0.0)
+    return v, given.step.load_gates(given.gates, row, head, key, key < cut.COLS, cut)
 
 
 @triton.jit
@@ -127,17 +132,13 @@ def norm(vector, given):
 
 
 class Vectors(NamedTuple):
-    """q and k of a row [keys], as they multiply a state, their product and bounds of their magnitudes; v [values of a
-    block]; log decay [1, 1] or [1, keys], and beta."""
+    """q and k of a row [keys], as they multiply a state, their product and bounds of their magnitudes."""
 
     q: Any
     k: Any
     both: Any
     most_q: Any
     most_k: Any
-    v: Any
-    log_decay: Any
-    beta: Any
 
 
 @triton.jit
@@ -155,9 +156,9 @@ def three_sums(x, y, z):
 
 @triton.jit
 def vectors_of(loaded, given):
-    """What is loaded in fp32, q and k normalized and q scaled. One factor for all keys: a division of each would cost
-    more than codes do."""
-    q, k, v, gates = loaded
+    """`load_keys` in fp32, normalized and q scaled. One factor for all keys: a division of each would cost more than
+    codes do."""
+    q, k = loaded
     q, k = q.to(tl.float32), k.to(tl.float32)
     of_q, of_k, both = three_sums(q * q, k * k, q * k)
     most_q, most_k = tl.sqrt(of_q + 1e-6), tl.sqrt(of_k + 1e-6)
@@ -165,9 +166,15 @@ def vectors_of(loaded, given):
     if given.step.NORMALIZE:
         factor_q, factor_k = given.scale / most_q, 1.0 / most_k
     most_q, most_k = tl.abs(factor_q) * most_q, factor_k * most_k
+    return Vectors(q * factor_q, k * factor_k, both * (factor_q * factor_k), most_q, most_k)
+
+
+@triton.jit
+def own_of(loaded, given):
+    """`load_own` in fp32: (v [values of a block], log decay [1, 1] or [1, keys], beta)."""
+    v, gates = loaded
     log_decay, beta = given.step.gates_of(gates, given.gates)
-    v, both = v.to(tl.float32), both * (factor_q * factor_k)
-    return Vectors(q * factor_q, k * factor_k, both, most_q, most_k, v, log_decay, beta)
+    return v.to(tl.float32), log_decay, beta
 
 
 @triton.jit
