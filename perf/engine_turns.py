@@ -1,15 +1,16 @@
 """Engines that are measured turn by turn, and what a turn measures.
 
 A turn is one greedy batch, prompts and all. The host makes quartiles of tokens/s wide, so steps are timed as well:
-those of the middle half of a turn, in which the whole batch decodes; and turns are short and many, so that what is
-compared was measured within seconds. Sides of one engine change their order with each turn; of engines in processes of
-their own none is ever more than a turn ahead.
+those of the middle half of a turn, in which the whole batch decodes, and of these the fastest tenth, which nothing has
+disturbed; and turns are short and many, so that what is compared was measured within seconds. Sides of one engine
+change their order with each turn; of engines in processes of their own none is ever more than a turn ahead.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import operator
 import statistics
 import time
 from collections import defaultdict
@@ -129,7 +130,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def measure(llm: Any, sides: dict[str, Any], order: Order, findings: Findings, deadline: float, mode: str) -> None:
-    """A row for each side and batch: turns, [tokens/s, median step in us] each. sides: name -> what turns it on."""
+    """A row for each side and batch: turns, [tokens/s, median step, fastest tenth of the steps, in us] each. sides:
+    name -> what turns it on."""
     turns: dict[tuple[str, int], list[list[float]]] = defaultdict(list)
     tokens: dict[tuple[str, int], list[int]] = {}
     for batch in BATCHES:
@@ -148,7 +150,8 @@ def measure(llm: Any, sides: dict[str, Any], order: Order, findings: Findings, d
                     done = generate(llm, batch, NEW_TOKENS[mode])
                     tokens[name, batch] = done.tokens
                     rate = batch * NEW_TOKENS[mode] / done.seconds
-                    turns[name, batch].append([round(rate, 1), round(statistics.median(done.steps_us), 1)])
+                    steps = statistics.median(done.steps_us), statistics.quantiles(done.steps_us, n=10)[0]
+                    turns[name, batch].append([round(value, 1) for value in (rate, *steps)])
     finally:
         leave(order.folder, order.name)
     for (name, batch), values in turns.items():
@@ -157,15 +160,16 @@ def measure(llm: Any, sides: dict[str, Any], order: Order, findings: Findings, d
 
 def spread(values: list[float], digits: int | None = None) -> list[float]:
     """Lower quartile, median, upper quartile."""
-    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return [round(quartile, digits) for quartile in quartiles]
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a scheme and mode, measured ones summed up: quartiles, and beside stock's turn of the same number.
 
-    over_stock, step_over_stock, gpu_over_stock: above 1 where tq is faster. gpu_share: of a step, that the GPU works;
-    held_by: whether that is more than half, so that it is the GPU that holds the speed, or the host.
+    over_stock, step_over_stock, fast_step_over_stock, gpu_over_stock: above 1 where tq is faster. gpu_share: of a step,
+    that the GPU works; held_by: whether that is more than half, so that it is the GPU that holds the speed, or the
+    host.
     """
     turns = {(row["engine"], row["batch"]): row["turns"] for row in rows if "turns" in row}
     gpu = {(row["busy"], row["batch"]): row["gpu_us"] for row in rows if "busy" in row}
@@ -176,9 +180,9 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         here = row["engine"], row["batch"]
         there = row["engine"].replace("_tq", "_stock"), row["batch"]
-        rates, steps = zip(*row["turns"], strict=True)
+        rates, steps, fast = zip(*row["turns"], strict=True)
         made = {"engine": here[0], "batch": here[1], "turns": len(rates)}
-        made |= {"tokens_per_s": spread(rates), "step_us": spread(steps)}
+        made |= {"tokens_per_s": spread(rates), "step_us": spread(steps), "fast_step_us": statistics.median(fast)}
         if here in gpu:
             made["gpu_us"], made["gpu_share"] = gpu[here], round(gpu[here] / statistics.median(steps), 2)
             made["held_by"] = "GPU" if made["gpu_share"] > 0.5 else "host"
@@ -186,6 +190,8 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             pairs = list(zip(row["turns"], turns[there], strict=False))
             made["over_stock"] = spread([mine[0] / theirs[0] for mine, theirs in pairs], 3)
             made["step_over_stock"] = spread([theirs[1] / mine[1] for mine, theirs in pairs], 3)
+            calm = (statistics.median(turn[2] for turn in side) for side in (turns[there], row["turns"]))
+            made["fast_step_over_stock"] = round(operator.truediv(*calm), 3)
             if here in gpu and there in gpu:
                 made["gpu_over_stock"] = round(gpu[there] / gpu[here], 3)
         found.append(made | {"first_tokens": row["first_tokens"]})
