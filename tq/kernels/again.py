@@ -16,6 +16,7 @@ import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from tq.activation import QuantizedActivation
 from tq.kernels.plan import Plan, Prepared, fill, scales_of
 
 META = torch.device("meta")
@@ -27,12 +28,13 @@ class Again(NamedTuple):
     match: (arguments, options) -> what `run` takes, or `None` where the call is of another description. run: makes the
     outputs, launches, and returns them in the order of `outputs_of`; it takes the arguments, then the options of
     `names`, those that are tensors. run_final: the same, codes and scales in the dtypes that `tq.QuantizedActivation`
-    has."""
+    has. fields: of the activation, in its order; those that are tensors are `None`."""
 
     match: Callable[[tuple, dict[str, Any]], tuple | None]
     run: Callable[..., tuple]
     run_final: Callable[..., tuple]
     names: tuple[str, ...]
+    fields: dict[str, Any]
 
 
 class Text:
@@ -149,18 +151,22 @@ def write_match(arguments: tuple, options: dict[str, Any], names: Sequence[str])
             text.add(f"    {variable} = options[{name!r}]")
         text.add("except KeyError:")
         text.add("    return None")
-    tests = []
+    tests: list[str] = []
+    first: dict[int, str] = {}
     for variable, value in values.items():  # the quickest first
         if value is None:
             tests.append(f"{variable} is not None")
+        elif isinstance(value, torch.Tensor) and id(value) in first:  # a residual that is written in place
+            tests.append(f"{variable} is not {first[id(value)]}")
         elif isinstance(value, torch.Tensor):
             tests.append(f"not isinstance({variable}, {text.name(torch.Tensor)})")
+            first[id(value)] = variable
         else:
             tests.append(f"type({variable}) is not {text.name(type(value))}")
     for variable, value in values.items():
-        if isinstance(value, torch.Tensor):
+        if variable in first.values():
             tests += [f"{variable}.{what}" for what in different(value, text.name)]
-        elif value is not None:
+        elif value is not None and not isinstance(value, torch.Tensor):
             tests.append(f"{variable} != {text.name(value)}")
     text.add(f"if {' or '.join(tests)}:")
     text.add("    return None")
@@ -221,7 +227,9 @@ def learn(
         text.add("return " + "".join(f"{places[memory_of(output)]}, " for output in outputs))
         return text.function()
 
-    return Again(write_match(arguments, options, names), write({}), write(final), names)
+    constants = plan.dtype, plan.shape, plan.scheme.name, plan.layout.name
+    fields = vars(QuantizedActivation(None, None, *constants))  # type: ignore[arg-type]
+    return Again(write_match(arguments, options, names), write({}), write(final), names, fields)
 
 
 def launch_again(again: Again, given: Sequence[Any], final: bool = False) -> Sequence[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tq.activation import NO_EXPERTS, QuantizedActivation
+from tq.activation import QuantizedActivation
 from tq.kernels import plan as plans
 from tq.kernels import tuning
 from tq.kernels.again import launch_again, learn
@@ -261,17 +261,12 @@ def assemble_again(plan: Plan, outputs: Sequence[torch.Tensor], options: dict[st
             zero_point, count = outputs[2], 3
     # As `QuantizedActivation(...)` would, which sets the fields of a frozen class one by one: as long as two launches.
     activation = object.__new__(QuantizedActivation)
-    activation.__dict__.update(
-        data=outputs[0],
-        scale=scale,
-        orig_dtype=plan.dtype,
-        orig_shape=plan.shape,
-        scheme=scheme.name,
-        layout=plan.layout.name,
-        zero_point=zero_point,
-        global_scale_inv=options.get("global_scale_inv"),
-        experts=Experts._make(map(options.get, Experts._fields)) if plan.experts else NO_EXPERTS,
-    )
+    fields = activation.__dict__
+    fields.update(plan.again.fields)
+    fields["data"], fields["scale"], fields["zero_point"] = outputs[0], scale, zero_point
+    fields["global_scale_inv"] = options.get("global_scale_inv")
+    if plan.experts:
+        fields["experts"] = Experts._make(map(options.get, Experts._fields))
     return (activation, *outputs[count:]) if len(outputs) > count else activation
 
 
