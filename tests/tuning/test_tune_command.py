@@ -91,3 +91,11 @@ def test_there_must_be_a_gpu(monkeypatch):
     monkeypatch.setattr(tables, "gpu_of", lambda device: None)
     with pytest.raises(tune.typer.BadParameter, match="there must be a GPU"):
         tune.tune()
+
+
+@pytest.mark.parametrize("names", [("--producers", "rms"), ("--schemes", "fp8_token,fp9")])
+def test_an_unknown_name_is_refused(monkeypatch, command, names):
+    app = tune.typer.Typer()
+    app.command()(tune.tune)
+    result = CliRunner().invoke(app, names)
+    assert result.exit_code == 2 and names[1].split(",")[-1] in result.output

@@ -35,9 +35,8 @@ MOST_IDLE = 1 / 8
 UNDER_WAY = 24 << 10  # bandwidth times latency of an H200, for each of its SMs, is about that
 NEAR = 1.1  # of the best: about as bad
 MOST_HELD = 2.0  # registers needed for each that a limit leaves: beyond, a thread waits for what it has spilled
-# What is this much slower than the best at one number of tokens is not timed at the others.
-HOPELESS = 1.25
-# The heuristic stays unless something gains more than this, and nothing may lose more at any number of tokens.
+# The heuristic stays unless something gains more than this, and nothing may lose more at any number of tokens: what does
+# at one is not timed at the others.
 MARGIN = 0.01
 REPLAYS, CALLS = 5, 8  # of one time; many configurations, and those near the best differ by little
 TOKENS = (8192, 1024, 128, 16, 1)
@@ -176,13 +175,12 @@ def search(key: Key, calls_of: Callable[[int], Sequence[Prepared]], tokens: Sequ
         calls = calls_of(rows)
         for config in configs:
             times[config][rows] = time_of(config, calls)
-        limit = HOPELESS * min(times[config][rows] for config in configs)
+        limit = (1 + MARGIN) * times[before][rows]
         configs = [config for config in configs if config == before or times[config][rows] <= limit]
     stock, best = times[before], before
     for config in configs:
-        safe = all(times[config][rows] <= (1 + MARGIN) * stock[rows] for rows in tokens)
         gains = relative(times[config], stock) < 1 - MARGIN
-        if safe and gains and relative(times[config], stock) < relative(times[best], stock):
+        if gains and relative(times[config], stock) < relative(times[best], stock):
             best = config
     return Found(key, best, times[best], stock, len(all_of))
 

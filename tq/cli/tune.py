@@ -30,11 +30,9 @@ CLOCKS_EVERY = 8  # keys: asking takes as long as timing one
 def cases_of(
     producers: Sequence[str], schemes: Sequence[str], sizes: Sequence[int], tokens: Sequence[int]
 ) -> Iterator[Case]:
-    """Everything there is to tune; no names: all of them."""
-    for producer in tq.PRODUCERS.values():
-        for scheme in tq.SCHEMES.values():
-            if (producers and producer.name not in producers) or (schemes and scheme.name not in schemes):
-                continue
+    """Everything there is to tune, in the order of the names; no names: all of them."""
+    for producer in map(tq.PRODUCERS.__getitem__, producers or tq.PRODUCERS):
+        for scheme in map(tq.SCHEMES.__getitem__, schemes or tq.SCHEMES):
             for hidden_size in sizes or SIZES[producer.width]:
                 for left_out in [producer.optional, ()] if producer.optional else [()]:
                     if not hidden_size % max(scheme.group, scheme.code.per_byte):
@@ -97,6 +95,9 @@ def tune(
     gpu = tables.gpu_of(device)
     if gpu is None:
         raise typer.BadParameter("tune: there must be a GPU, found none; run it on the machine that is to be tuned")
+    for given, known in ((producers, tq.PRODUCERS), (schemes, tq.SCHEMES)):
+        if unknown := [name for name in names(given) if name not in known]:
+            raise typer.BadParameter(f"tune: names must be of {', '.join(known)}; got {unknown[0]}")
     path = out or tables.FOLDER / f"{gpu}.json"
     numbers = sorted(map(int, names(tokens)), reverse=True)
     todo: dict[Key, Case] = {}
