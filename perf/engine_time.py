@@ -31,8 +31,8 @@ def covered(spans: Iterable[tuple[float, float]], pause: float = 0.0) -> float:
 def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
     """How long the GPU works in a decode step, and on what, microseconds: the rest of a step is the host's.
 
-    gpu_us: the time in which anything runs; span_us: pauses between kernels included. Kernels that start early (`launch_pdl`) wait while the one before them
-    runs, so that the sum of `kernels`, the greatest, may be more.
+    gpu_us: the time in which anything runs; span_us: pauses between kernels included. Kernels that start early
+    (`launch_pdl`) wait while the one before them runs, so that the sum of `kernels`, the greatest, may be more.
     """
     from torch.profiler import ProfilerActivity, profile
 
