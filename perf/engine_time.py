@@ -15,11 +15,15 @@ from perf.engine_turns import generate
 FIRST, STEPS, NEW_TOKENS = 12, 8, 28
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans (start, end)."""
+# Microseconds: the GPU pauses for less between kernels of a graph, and for more while the host prepares a step.
+PAUSE = 20.0
+
+
+def covered(spans: Iterable[tuple[float, float]], pause: float = 0.0) -> float:
+    """Length of the union of spans (start, end), gaps of up to `pause` filled."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
+        total += max(0.0, end - (reached if start - reached <= pause else start))
         reached = max(reached, end)
     return total
 
@@ -27,8 +31,8 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
     """How long the GPU works in a decode step, and on what, microseconds: the rest of a step is the host's.
 
-    gpu_us: the time in which anything runs. Kernels that start early (`launch_pdl`) wait while the one before them
-    runs, so that the sum of `kernels`, the greatest, may be more.
+    gpu_us: the time in which anything runs; span_us: pauses between kernels included. Kernels that start early
+    (`launch_pdl`) wait while the one before them runs, so that the sum of `kernels`, the greatest, may be more.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -51,6 +55,7 @@ def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
         "busy": name,
         "batch": batch,
         "gpu_us": round(covered(spans) / STEPS, 1),
+        "span_us": round(covered(spans, PAUSE) / STEPS, 1),
         "launches": round(len(spans) / STEPS, 1),
         "kernels": {kernel: round(kernels[kernel], 1) for kernel in greatest},
     }
