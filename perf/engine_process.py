@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,16 +129,18 @@ def measure(llm: Any, sides: dict[str, Any], folder: Path, findings: Findings, d
         findings.add({**row, "first_tokens": tokens[name, batch]})
 
 
-def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
-    """How long the GPU works in a decode step, and on what, microseconds: the rest of a step is the host's."""
+def busy(llm: Any, name: str, batch: int, run: Callable[..., tuple[float, Any]] = generate) -> dict[str, Any]:
+    """How long the GPU works in a decode step, and on what, microseconds: the rest of a step is the host's.
+
+    run: (llm, batch, new tokens) -> (seconds, what was generated)."""
     from torch.profiler import ProfilerActivity, profile
 
-    generate(llm, batch, 2)
+    run(llm, batch, 2)
     found = {}
     for new_tokens in (2, 10):
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            seconds, _ = generate(llm, batch, new_tokens)
+            seconds, _ = run(llm, batch, new_tokens)
         times = {event.key[:60]: event.self_device_time_total for event in profiler.key_averages()}
         found[new_tokens] = seconds * 1e6, times
     (short, before), (long, after) = found[2], found[10]

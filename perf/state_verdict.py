@@ -15,43 +15,51 @@ RECIPES = {  # rules for GDN and for KDA
 
 
 class Engine(NamedTuple):
-    """recipe: a name in RECIPES, "none", or "plugin_off". mode: "eager", "graphs" (of the kernels of eager mode, not
-    timed) or "default" (vLLM's own choice). watched: look at all states in a small cache. drafts: tokens guessed from
-    the prompt. state: dtype of the states."""
+    """recipe: a name in RECIPES, "none", or "plugin_off". mode: "eager", "graphs" (of whole decode steps, without
+    Inductor) or "default" (vLLM's own choice). drafts: tokens guessed from the prompt. state: dtype of the states.
+    gpus: tensor parallel ranks."""
 
     recipe: str
     mode: str
-    watched: bool = False
     drafts: int = 0
     state: str = "float32"
+    gpus: int = 1
 
     @property
     def name(self) -> str:
-        parts = [self.recipe, self.mode, "watched" * self.watched, f"drafts{self.drafts}" * (self.drafts > 0)]
-        return "-".join(part for part in [*parts, "" if self.state == "float32" else self.state] if part)
+        parts = [
+            self.recipe, self.mode, f"drafts{self.drafts}" * (self.drafts > 0), self.state * (self.state != "float32"),
+            f"tp{self.gpus}" * (self.gpus > 1),
+        ]  # fmt: skip
+        return "-".join(filter(None, parts))
+
+    @property
+    def watched(self) -> bool:
+        """Whether all its states are looked at, in one batch of prompts."""
+        return self.recipe in CODES and self.mode == "eager"
 
     @property
     def timed(self) -> bool:
-        return not self.watched and self.mode != "graphs"
+        return not self.drafts and self.gpus == 1
 
 
 ENGINES = {
     engine.name: engine
     for engine in (
-        *(
-            Engine(recipe, mode)
-            for mode in ("eager", "graphs", "default")
-            for recipe in ("plugin_off", "none", *RECIPES)
-        ),
-        Engine("plugin_off", "default", state="bfloat16"),
-        *(Engine(recipe, "eager", watched=True, drafts=drafts) for recipe in CODES for drafts in (0, 3)),
+        *(Engine(recipe, mode) for mode in ("graphs", "eager") for recipe in ("plugin_off", "none", *RECIPES)),
+        Engine("plugin_off", "graphs", state="bfloat16"),
+        *(Engine(recipe, "eager", drafts=3) for recipe in CODES),
+        *(Engine(recipe, "graphs", gpus=2) for recipe in ("plugin_off", "int8", "packed")),
+        *(Engine(recipe, "default") for recipe in ("plugin_off", "int8", "packed", "replay")),
     )
 }
+FIRST = tuple(name for name, engine in ENGINES.items() if engine.mode != "default" and name != "fp8-eager-drafts3")
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
     """What does not hold, of one model."""
-    found = [f"{row['engine']}: came to no end" for row in rows if "error" in row]
+    found = [f"{row['engine']}: {row['error'].strip().splitlines()[-1]}" for row in rows if "error" in row]
+    found += [f"{row['engine']}: generated nothing" for row in rows if "repeats" not in row]
     by_name = {row["engine"]: row for row in rows if "repeats" in row}
     for name, row in by_name.items():
         engine = ENGINES[name]
