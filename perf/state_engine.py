@@ -133,7 +133,7 @@ def all_engines(
     chosen = [(model, engine) for engine in engines for model in models if runs(model, engine, gpus)]
     timed = sum(engine.timed for _, engine in chosen)
     end = begin + seconds
-    plan = Plan(folder, timed, begin, end - 0.4 * seconds, end - 0.2 * seconds, end - 0.05 * seconds)
+    plan = Plan(folder, timed, begin, end - 0.38 * seconds, end - 0.16 * seconds, end - 0.04 * seconds)
     running = Running(plan)
     for model, engine in chosen:
         gpu = models.index(model) % gpus if gpus and engine.gpus == 1 else None

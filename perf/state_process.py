@@ -165,13 +165,13 @@ def one_engine(model: str, engine: Engine, gpu: int | None, plan: Plan, options:
     if engine.watched:
         note("watched", watched=watch(llm, engine))
     if engine.timed:
-        timed(llm, note, path, plan, gpu or 0)
+        timed(llm, engine, note, path, plan, gpu or 0)
     log.flush()
     os._exit(0)  # without what an engine does to end in order
 
 
-def timed(llm: Any, note: Any, path: Path, plan: Plan, gpu: int) -> None:
-    """Turns of all batches, one engine on a GPU at a time."""
+def timed(llm: Any, engine: Engine, note: Any, path: Path, plan: Plan, gpu: int) -> None:
+    """Turns of all batches, one engine on a GPU at a time; then what the GPU does in a step, if the host allows it."""
     lock = plan.folder / f"lock{gpu}"
     for batch in BATCHES:
         generate(llm, (2,) * batch)
@@ -193,6 +193,8 @@ def timed(llm: Any, note: Any, path: Path, plan: Plan, gpu: int) -> None:
             tokens_per_s={batch: round(statistics.median(values)) for batch, values in rates.items()},
             spread={batch: [round(min(values)), round(max(values))] for batch, values in rates.items()},
         )
+    if engine.mode == "eager":
+        return
     with turn(lock):
         if time.time() < plan.end:
             note("profile", **busy(llm, "decode", max(BATCHES), lambda llm, batch, n: generate(llm, (2,) * batch, n)))
