@@ -125,7 +125,8 @@ def compare(llm: Any, run: Callable[[], Any]) -> list[dict[str, Any]]:
     consumers = {boundary.name: model.get_submodule(boundary.consumer) for boundary in report().boundaries}
 
     def look(boundary: str, producer: str, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        activation, residual = result if isinstance(result, tuple) else (result, None)
+        activation, *others = result if isinstance(result, tuple) else (result,)
+        residual = others[0] if "residual" in kwargs else None
         linear = consumers[boundary]
         theirs = stock(producer, args, kwargs, quantizer_of(linear))
         rows = activation.data.numel() // activation.data.shape[-1]

@@ -15,10 +15,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tq.bench.peers import PEERS
+
 MOST_LOSS = 0.03
 SHOWN = 12
 PLACE = "producer", "scheme", "rows", "hidden_size"
-OURS, PEERS = "tq", ("vllm", "inductor")
+OURS = "tq"
 
 
 class Change(NamedTuple):
@@ -105,7 +107,7 @@ def compare(
         raise typer.BadParameter("compare: both must have some rows in common, got none")
     show(console, found)
     # A machine that is slower as a whole shows in the peers too.
-    peers = ", ".join(f"{peer} {mean(changes(old_rows, new_rows, peer))}" for peer in PEERS)
+    peers = ", ".join(f"{peer} {mean(changes(old_rows, new_rows, peer))}" for peer in PEERS if peer != OURS)
     lost = sum(change.lost for change in found)
     console.print(f"{len(found)} rows: {lost} lost; in the mean {OURS} {mean(found)}, {peers}", soft_wrap=True)
     if missing:

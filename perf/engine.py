@@ -1,6 +1,6 @@
 """vLLM on a GPU with Llama-shaped checkpoints, with the plugin and without: speed, and agreement at boundaries.
 
-    python -m perf.engine [SCHEME...] [--modes eager,lora,compiled] [--backend deep_gemm] [--limit-s 170] [--out FILE]
+    python -m perf.engine [SCHEME...] [--modes eager,lora,compiled] [--backend deep_gemm] [--limit-s 300] [--out FILE]
 
 SCHEME: of `perf.checkpoints.SCHEMES`; random checkpoints are written first. All engines start together and then take
 turns, so that one number is as fresh as the next; rows are written as they are found. Greedy, token ids in and out.
@@ -33,6 +33,7 @@ import typer
 
 from perf import engine_process
 from perf.checkpoints import SCHEMES, Shape, described, write_adapter, write_checkpoint
+from perf.engine_turns import NEW_TOKENS, PROMPT_TOKENS, compared, leave
 from perf.provenance import gpu_folder, provenance, write
 
 MODES = {"eager": ("",), "lora": ("",), "compiled": ("stock", "tq")}
@@ -52,10 +53,11 @@ def rows_of(folder: Path, schemes: list[str], shape: Shape) -> list[dict[str, An
     rows = []
     for scheme in schemes:
         for mode, sides in MODES.items():
+            found: list[dict[str, Any]] = []
             for side in sides:
                 path = folder / f"{scheme}_{mode}{side and '_'}{side}.json"
-                found = json.loads(path.read_text()) if path.exists() else []
-                rows += [{"checkpoint": described(scheme, shape), "mode": mode, **row} for row in found]
+                found += json.loads(path.read_text()) if path.exists() else []
+            rows += [{"checkpoint": described(scheme, shape), "mode": mode, **row} for row in compared(found)]
     return rows
 
 
@@ -72,7 +74,7 @@ def main(
     backend: Annotated[str, typer.Option(help="--linear-backend of vLLM.")] = "auto",
     out: Path | None = None,
     layers: int = 8,
-    limit_s: Annotated[int, typer.Option(help="Ends the engines that are not done by then.")] = 170,
+    limit_s: Annotated[int, typer.Option(help="Ends the engines that are not done by then.")] = 300,
     side: str = "",
     folder: Path | None = None,
     deadline: float = 0.0,
@@ -88,16 +90,16 @@ def main(
         raise typer.BadParameter(f"schemes are {', '.join(SCHEMES)}, modes {', '.join(MODES)}; got {unknown[0]}")
     began, folder = time.time(), Path(tempfile.mkdtemp())
     engines = [(scheme, mode, side) for scheme in schemes for mode in wanted for side in MODES[mode]]
-    (folder / "engines").write_text(str(sum(mode != "lora" for _, mode, _ in engines)))
+    (folder / "engines").write_text(str(len(engines)))
     running = {engine: start(folder, *engine, backend, began + limit_s) for engine in engines}
     for scheme in schemes:
         write_adapter(folder / scheme / "adapter", shape)
         write_checkpoint(folder / scheme, scheme, shape, "cuda")
     torch.cuda.empty_cache()
     document = provenance("perf.engine") | {
-        "method": f"median of turns, {engine_process.PROMPT_TOKENS} prompt tokens, new ones "
-        f"{', '.join(f'{count} {mode}' for mode, count in engine_process.NEW_TOKENS.items())}, greedy, TRITON_ATTN, "
-        f"linear backend {backend}",
+        "method": f"quartiles of turns, {PROMPT_TOKENS} prompt tokens, new ones "
+        f"{', '.join(f'{count} {mode}' for mode, count in NEW_TOKENS.items())}, greedy, TRITON_ATTN, "
+        f"linear backend {backend}; of rows with tq the quotients to stock's turn of the same number",
     }
     failed = []
     while running:
@@ -105,13 +107,13 @@ def main(
         for engine, process in list(running.items()):
             late = time.time() > began + limit_s
             if late:
-                process.terminate()
+                process.kill()  # it may not come back from the driver to be told
             if late or process.poll() is not None:
                 del running[engine]
+                name = "_".join(filter(None, engine))
+                leave(folder, name)
                 if process.wait():
                     failed.append(engine)
-                    name = "_".join(filter(None, engine))
-                    (folder / f"{name}.ready").touch()  # the others need not wait for it
                     print(f"--- {name}", *(folder / f"{name}.log").read_text().splitlines()[-25:], sep="\n", flush=True)
         path = out or gpu_folder() / "engine.json"
         write(path, document, merged(path, rows_of(folder, schemes, shape)))

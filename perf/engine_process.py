@@ -6,25 +6,19 @@ turn by turn on the same weights and the same memory. A compiled engine is one s
 
 from __future__ import annotations
 
-import fcntl
-import json
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from perf.agreement import compare
+from perf.engine_time import busy, host
+from perf.engine_turns import BATCHES, Findings, Order, alone, generate, leave, measure
 
-PROMPT_TOKENS = 128
-BATCHES = (1, 64, 256)
-ROUNDS = {"eager": 9, "compiled": 9}
-NEW_TOKENS = {"eager": 32, "compiled": 64}
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+# For what follows the turns: each engine looks at the GPU's work for each batch.
+AFTER_TURNS_S = 8
 
 
 class Switch:
@@ -59,153 +53,28 @@ class Switch:
             table.update(ours if on else stock)
 
 
-def generate(llm: Any, batch: int, new_tokens: int, adapter: Any = None) -> tuple[float, list[int]]:
-    """(seconds, first token ids) of one greedy batch."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=new_tokens, temperature=0, detokenize=False, ignore_eos=True)
-    prompts = [{"prompt_token_ids": [(7 * i + j) % 500 + 3 for j in range(PROMPT_TOKENS)]} for i in range(batch)]
-    begin = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
-    return time.perf_counter() - begin, list(outputs[0].outputs[0].token_ids[:8])
-
-
-class Findings:
-    """Rows of one engine, in its file as soon as they are found."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.rows = path, []  # type: ignore[var-annotated]
-
-    def add(self, *rows: dict[str, Any]) -> None:
-        self.rows += rows
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.rows))
-        temporary.rename(self.path)
-
-
-@contextmanager
-def turn(lock: Path) -> Iterator[None]:
-    """One engine at a time."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    time.sleep(0.02)  # let another one have it
-
-
-def spread(values: list[float], digits: int | None = None) -> tuple[float, list[float]]:
-    """Median and quartiles."""
-    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-    return round(statistics.median(values), digits), [round(quartile, digits) for quartile in quartiles]
-
-
-def measure(llm: Any, sides: dict[str, Any], folder: Path, findings: Findings, deadline: float, mode: str) -> None:
-    """Tokens per second of each side, in turns. sides: name -> what turns it on."""
-    rates: dict[tuple[str, int], list[float]] = defaultdict(list)
-    tokens: dict[tuple[str, int], list[int]] = {}
-    for batch in BATCHES:
-        for enter in sides.values():
-            enter()
-            generate(llm, batch, NEW_TOKENS[mode])
-    (folder / f"{findings.path.stem}.ready").touch()
-    expected = int((folder / "engines").read_text())
-    while len(list(folder.glob("*.ready"))) < expected and time.time() < deadline - 60:
-        time.sleep(0.1)
-    for _ in range(ROUNDS[mode]):
-        for batch in BATCHES:
-            if time.time() > deadline - 15:
-                break
-            with turn(folder / "lock"):
-                for name, enter in sides.items():
-                    enter()
-                    seconds, tokens[name, batch] = generate(llm, batch, NEW_TOKENS[mode])
-                    rates[name, batch].append(batch * NEW_TOKENS[mode] / seconds)
-    for (name, batch), values in rates.items():
-        median, quartiles = spread(values)
-        row = {"engine": name, "batch": batch, "tokens_per_s": median, "quartiles": quartiles, "turns": len(values)}
-        stock = rates.get((name.replace("_tq", "_stock"), batch), [])
-        if name.endswith("_tq") and len(stock) == len(values):
-            ratios = [mine / theirs for mine, theirs in zip(values, stock, strict=True)]
-            row["over_stock"], row["over_stock_quartiles"] = spread(ratios, 3)
-        findings.add({**row, "first_tokens": tokens[name, batch]})
-
-
-def busy(llm: Any, name: str, batch: int, run: Callable[..., tuple[float, Any]] = generate) -> dict[str, Any]:
-    """How long the GPU works in a decode step, and on what, microseconds: the rest of a step is the host's.
-
-    run: (llm, batch, new tokens) -> (seconds, what was generated)."""
-    from torch.profiler import ProfilerActivity, profile
-
-    run(llm, batch, 2)
-    found = {}
-    for new_tokens in (2, 10):
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            seconds, _ = run(llm, batch, new_tokens)
-        times = {event.key[:60]: event.self_device_time_total for event in profiler.key_averages()}
-        found[new_tokens] = seconds * 1e6, times
-    (short, before), (long, after) = found[2], found[10]
-    steps = {key: (time - before.get(key, 0.0)) / 8 for key, time in after.items()}
-    greatest = sorted(steps, key=lambda key: -steps[key])[:8]
-    return {
-        "busy": name,
-        "batch": batch,
-        "step_us": round((long - short) / 8),
-        "gpu_us": round(sum(steps.values())),
-        "kernels": {key: round(steps[key], 1) for key in greatest},
-    }
-
-
-def host(llm: Any, model: torch.nn.Module, name: str, batch: int, steps: int = 32) -> dict[str, Any]:
-    """Host time of the boundaries of a decode step, microseconds: producers and quantizers, by wrapping each."""
-    from vllm.model_executor.layers.fusion import fused_act_quant
-
-    from tq.contract import report
-    from tq.contract.scales import kernel_of
-
-    spent: dict[str, float] = defaultdict(float)
-
-    def timed(kind: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            result = function(*args, **kwargs)
-            spent[kind] += time.perf_counter() - begin
-            return result
-
-        return call
-
-    producers = {model.get_submodule(boundary.name): boundary.producer for boundary in report().boundaries}
-    quantizers = {getattr(kernel_of(module), "quant_fp8", None) for module in model.modules()} - {None}
-    wrapped = [*producers.items(), *((quantizer, "quantizers") for quantizer in quantizers)]
-    for module, kind in wrapped:
-        module.forward = timed(kind, module.forward)
-    rows = fused_act_quant._FUSED_ACT_QUANT
-    before = dict(rows)
-    rows.update({key: timed("silu_mul", row) for key, row in before.items()})
-    seconds = {}
-    for new_tokens in (2, 2 + steps):
-        spent.clear()
-        seconds[new_tokens] = generate(llm, batch, new_tokens)[0], dict(spent)
-    rows.update(before)
-    for module, _ in wrapped:
-        del module.forward
-    (short, few), (long, many) = seconds.values()
-    each = {kind: round((many[kind] - few.get(kind, 0.0)) / steps * 1e6) for kind in many}
-    return {"host": name, "batch": batch, "step_us": round((long - short) / steps * 1e6), "boundaries_us": each}
-
-
 def in_place(llm: Any, name: str, scheme: str) -> dict[str, Any]:
-    """Whether replays read a scale, or where there is none a norm's weight, that was changed in place."""
+    """Whether replays read a scale, or where there is none a norm's weight, that was changed in place.
+
+    Prompts of one token, so that with graphs every step is the replay of one: prompts of many tokens run without.
+    """
+
+    def tokens() -> list[int]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the engine may have a stream of its own
+        return generate(llm, 4, 8, prompt_tokens=1).tokens
+
     (model,) = llm.apply_model(lambda model: model)
     wanted = "input_scale" if "static" in scheme else "input_layernorm.weight"
     changed = [parameter for key, parameter in model.named_parameters() if key.endswith(wanted)]
-    _, before = generate(llm, 4, 8)
+    before = tokens()
     values = [parameter.data.clone() for parameter in changed]
     for parameter in changed:
         parameter.data.mul_(1 / 64 if wanted == "input_scale" else -3)  # most codes saturate
-    _, after = generate(llm, 4, 8)
+    after = tokens()
     for parameter, value in zip(changed, values, strict=True):
         parameter.data.copy_(value)
-    _, again = generate(llm, 4, 8)
+    again = tokens()
     found = {"changed": len(changed), "seen": before != after, "restored": before == again}
     return {"in_place": wanted, "engine": name, **found}
 
@@ -220,7 +89,7 @@ def with_adapter(llm: Any, switch: Switch, findings: Findings, adapter: Path) ->
     for side in ("tq", "stock"):
         switch.set(side == "tq")
         calls = report().calls
-        found[side] = [generate(llm, 4, 8, given)[1] for given in (None, request)]
+        found[side] = [generate(llm, 4, 8, given).tokens for given in (None, request)]
         found[f"{side}_calls"] = report().calls - calls
     row = {"lora": True, "fused": report().fused, "fused_calls": found["tq_calls"]}
     row["tokens_equal_stock"] = found["tq"] == found["stock"]
@@ -266,30 +135,39 @@ def run(folder: Path, checkpoint: Path, scheme: str, mode: str, side: str, backe
             "reasons": sorted({boundary.reason for boundary in found.boundaries if boundary.reason}),
         }
     )
+    order = Order(folder, findings.path.stem)
+    last = deadline - 10 - AFTER_TURNS_S * int((folder / "engines").read_text())
     if mode == "compiled":
-        with turn(folder / "lock"):
+        with alone(folder):
             findings.add(in_place(llm, name, scheme))
-        measure(llm, {name: lambda: None}, folder, findings, deadline, mode)
-        with turn(folder / "lock"):
-            findings.add(busy(llm, name, 64))
+        measure(llm, {name: lambda: None}, order, findings, last, mode)
+        for batch in BATCHES:
+            with alone(folder):
+                findings.add(busy(llm, name, batch))
         return
     (model,) = llm.apply_model(lambda model: model)
     switch = Switch(model, rows)
     if mode == "lora":
-        with turn(folder / "lock"):
+        with alone(folder):
             with_adapter(llm, switch, findings, checkpoint / "adapter")
+        leave(folder, order.name)
         return
     sides = {f"eager_{side}": lambda on=side == "tq": switch.set(on) for side in ("stock", "tq")}
-    with turn(folder / "lock"):
+    with alone(folder):
         seen: list[list[int]] = []
-        findings.add(*compare(llm, lambda: seen.append(generate(llm, 4, 4)[1])))
+        findings.add(*compare(llm, lambda: seen.append(generate(llm, 4, 4).tokens)))
         # Observed calls are decided one by one; all others are repeated.
-        findings.add({"repeated": True, "tokens_equal_observed": generate(llm, 4, 4)[1] == seen[0]})
+        findings.add({"repeated": True, "tokens_equal_observed": generate(llm, 4, 4).tokens == seen[0]})
         for name, enter in sides.items():
             enter()
             findings.add(in_place(llm, name, scheme))
-    measure(llm, sides, folder, findings, deadline, mode)
+    measure(llm, sides, order, findings, last, mode)
+    for batch in BATCHES:
+        for name, enter in sides.items():
+            with alone(folder):
+                enter()
+                findings.add(busy(llm, name, batch))
     for name, enter in sides.items():
-        with turn(folder / "lock"):
+        with alone(folder):
             enter()
-            findings.add(busy(llm, name, 64), host(llm, model, name, 64))
+            findings.add(host(llm, model, name, 64))

@@ -13,6 +13,7 @@ from typing import Any
 
 import tq
 from tq.bench.timing import LARGE_BYTES
+from tq.cli.report import PEER_NAMES
 from tq.kernels.plan import replaced
 
 README = Path("README.md")
@@ -47,13 +48,12 @@ def speed(document: dict[str, Any]) -> list[str]:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in document["rows"]:
         groups[row["producer"], row["scheme"]].append(row)
-    lines = [
-        "| producer | scheme | over vLLM's op | over Inductor | of bandwidth, >= 64 MiB |",
-        "|---|---|---|---|---|",
-    ]
+    peers = [peer for peer in PEER_NAMES if peer != "tq" and any(row.get(peer) for row in document["rows"])]
+    over = " | ".join(f"over {PEER_NAMES[peer]}" for peer in peers)
+    lines = [f"| producer | scheme | {over} | of bandwidth, >= 64 MiB |", "|---" * (len(peers) + 3) + "|"]
     for (producer, scheme), rows in groups.items():
         cells = []
-        for peer in ("vllm", "inductor"):
+        for peer in peers:
             ratios = [row[peer] / row["tq"] for row in rows if row.get(peer)]
             spread = (
                 f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "no such op"

@@ -1,6 +1,6 @@
 """Measures tq beside its peers on this machine's GPU and writes the numbers as data.
 
-python -m perf.sweep [--out perf/results/<gpu>/rows.json] [--peers tq,vllm,inductor] [--tokens 1,16,...]
+python -m perf.sweep [--out perf/results/<gpu>/rows.json] [--peers tq,vllm,...] [--tokens 1,16,...]
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tq.bench.timing import copies_of, device_time_us, launch_floor_us, measured
 
 
 def measure(case: Case, peers: list[str], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """One row of the data: microseconds of each peer, and how many codes and scales of vLLM's op differ from ours."""
+    """One row of the data: microseconds of each peer, and how many of its codes and scales differ from ours; what it
+    raised, where it did."""
     first = case.prepare(dtype, "cuda")
     moved = bytes_of(first)
     prepared = [first, *(case.prepare(dtype, "cuda") for _ in range(copies_of(moved) - 1))]
@@ -34,29 +35,31 @@ def measure(case: Case, peers: list[str], dtype: torch.dtype = torch.bfloat16) -
         "hidden_size": case.hidden_size,
         "bytes": moved,
     }
-    made: dict[str, Any] = {}
     for name in peers:
-        made[name] = [PEERS[name](each) for each in prepared]
-        if made[name][0] is None:
-            row[name] = None
-            continue
-        time_us, spread = device_time_us([peer.call for peer in made[name]])
-        row[name], row[f"{name}_spread"] = round(time_us, 3), round(spread, 3)
-    if row.get("vllm"):
-        row.update(compare(case, dtype))
+        row[name] = None
+        try:
+            made = [peer for peer in map(PEERS[name], prepared) if peer is not None]
+            if made:
+                time_us, spread = device_time_us([peer.call for peer in made])
+                row[name], row[f"{name}_spread"] = round(time_us, 3), round(spread, 3)
+                row.update(compare(name, case, dtype) if name != "tq" else {})
+        except Exception as error:
+            if name == "tq":
+                raise
+            row[f"{name}_error"] = f"{type(error).__name__}: {error}"[:200]
     return row
 
 
-def compare(case: Case, dtype: torch.dtype) -> dict[str, int]:
-    """Codes, scales and residuals in which vLLM's op and tq differ on the same fresh input."""
+def compare(name: str, case: Case, dtype: torch.dtype) -> dict[str, int]:
+    """Codes, scales and residuals in which a peer and tq differ on the same fresh input."""
     prepared = case.prepare(dtype, "cuda")
-    ours, theirs = PEERS["tq"](prepared), PEERS["vllm"](prepared)
+    ours, theirs = PEERS["tq"](prepared), PEERS[name](prepared)
     ours.call(), theirs.call()  # type: ignore[union-attr]
     pairs = zip(ours.outputs(), theirs.outputs(), strict=True)  # type: ignore[union-attr]
     differing = {}
-    for name, (a, b) in zip(("codes", "scales", "residual"), pairs, strict=True):
+    for what, (a, b) in zip(("codes", "scales", "residual"), pairs, strict=True):
         if a is not None and b is not None:
-            differing[f"{name}_differ"] = int((a.view(b.shape) != b).sum())
+            differing[f"{name}_{what}_differ"] = int((a.view(b.shape) != b).sum())
     return differing
 
 
@@ -86,17 +89,18 @@ def main(
     console = Console()
     # Each case is one more specialization of the same function.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
-    if "tq" in chosen:
-        compile_ahead(todo)
-    rows = [
-        measure(case, chosen) for case in track(todo, "measuring", console=console, disable=not console.is_terminal)
-    ]
+    compile_ahead(todo, console, chosen)
     document = provenance("perf.sweep") | {
         "bandwidth_bytes_per_s": measured_bandwidth(),
         "launch_floor_us": launch_floor_us(),
         "method": "CUDA-graph replay, inputs rotated over 200 MB, median of 12 replays, bf16, microseconds",
     }
-    write(out or gpu_folder() / "rows.json", document, rows)
+    rows: list[dict[str, Any]] = []
+    try:
+        for case in track(todo, "measuring", console=console, disable=not console.is_terminal):
+            rows.append(measure(case, chosen))
+    finally:  # interrupted, it keeps what it has
+        write(out or gpu_folder() / "rows.json", document, rows)
     table = Table("producer", "scheme", *(f"geomean over {peer}" for peer in chosen if peer != "tq"), "worst", "at")
     for name, scheme in [] if "tq" not in chosen else dict.fromkeys((row["producer"], row["scheme"]) for row in rows):
         group = [row for row in rows if (row["producer"], row["scheme"]) == (name, scheme)]

@@ -30,7 +30,7 @@ import tq
 from perf import calls, matrix
 from perf.arithmetic import divisions, encoders, roundings, scale_rule
 from perf.provenance import gpu_folder, provenance, write
-from tq.bench.ahead import processes
+from tq.bench.ahead import in_processes
 
 CHAINED = (1, 16, 256, 4096)  # tokens: calls of few programs and of many wait for each other differently
 
@@ -99,17 +99,12 @@ def main(
         return max(began + limit_s - time.monotonic(), 1.0)
 
     # One after the other in a process of its own each, so that the second finds the kernels of the first compiled.
-    with (
-        futures.ThreadPoolExecutor(1) as threads,
-        spawn.Pool(1, maxtasksperchild=1) as fresh,
-        spawn.Pool(processes()) as pool,
-    ):
+    with futures.ThreadPoolExecutor(1) as threads, spawn.Pool(1, maxtasksperchild=1) as fresh:
         sanitized = [threads.submit(sanitize, tool, limit_s) for tool in tools]
         both = fresh.map_async(calls.digests, [False, True], chunksize=1)
-        found = pool.imap_unordered(run, todo)
         try:
-            while len(seconds) < len(todo):
-                name, seconds[name], made = found.next(left())
+            for name, took, made in in_processes(run, todo, left()):
+                seconds[name] = took
                 rows += made
             rows += calls.same_digests(*both.get(left()))
             rows += [each.result(left()) for each in sanitized]

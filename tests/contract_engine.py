@@ -1,6 +1,7 @@
 """Runs a two-layer model with dummy weights in vLLM and writes what tq did to stdout as JSON.
 
-python tests/contract_engine.py [--compile] [--family llama|qwen3|gemma2] [--smollm2] [--inductor-rounding NAME]
+python tests/contract_engine.py [--compile] [--family llama|qwen3|gemma2|qwen3_next] [--smollm2]
+                                [--inductor-rounding NAME]
                                 [--scheme static|token|block|int8|int8_azp|int8_static|int8_static_azp]
 
 --smollm2: two layers of SmolLM2-135M, its weights quantized here, in place of random ones. Its rows of 576 are no whole
@@ -91,16 +92,33 @@ FAMILIES = {
         "sliding_window": 128,
         "tie_word_embeddings": True,
     },
+    # A layer of a gated delta net, whose norm feeds two projections, and one of attention.
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "head_dim": 64,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }
 
 
 def unfused(producer, args, kwargs):
-    """The codes and scales of vLLM's unfused pair on a CPU, its native module and a quantizer; and the residual."""
-    x, residual = args[0].float(), None
+    """What vLLM's unfused pair makes on a CPU, its native module and a quantizer: y, codes, scales, and a residual if
+    there is one."""
+    x, residual = args[0].float(), ()
     if producer.endswith("rms_norm"):
         if "residual" in kwargs:
             x = x + kwargs["residual"].float()
-            residual = x.to(args[0].dtype)
+            residual = (x.to(args[0].dtype),)
         y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + args[2])
         gemma = producer == "gemma_rms_norm"
         y = (y * (1 + args[1].float())).to(args[0].dtype) if gemma else y.to(args[0].dtype) * args[1]
@@ -110,17 +128,17 @@ def unfused(producer, args, kwargs):
         y = act[producer](gate) * up
     scheme = kwargs["scheme"]
     if scheme.startswith("int8"):
-        return *unfused_int8(y.float(), kwargs), residual
+        return y, *unfused_int8(y.float(), kwargs), *residual
     if scheme == "fp8_tensor":
-        y, scale = y.float() * kwargs["scale"].reciprocal(), kwargs["scale"].view(1, 1)
+        scaled, scale = y.float() * kwargs["scale"].reciprocal(), kwargs["scale"].view(1, 1)
     else:
         size = 128 if scheme == "fp8_group128" else y.shape[-1]
         groups = y.float().unflatten(-1, (-1, size))
         scale = groups.abs().amax(-1, keepdim=True) / 448
         # vLLM's quantizer of groups multiplies by the reciprocal, that of tokens divides.
         scaled = groups * scale.reciprocal() if size == 128 else groups / scale
-        y, scale = scaled.flatten(-2), scale.squeeze(-1)
-    return y.clamp(-448, 448).to(torch.float8_e4m3fn), scale, residual
+        scaled, scale = scaled.flatten(-2), scale.squeeze(-1)
+    return y, scaled.clamp(-448, 448).to(torch.float8_e4m3fn), scale, *residual
 
 
 def unfused_int8(y, kwargs):
@@ -243,6 +261,10 @@ def main():
         use_int8_kernel()
     model = Path(tempfile.mkdtemp())
     family = FAMILIES[sys.argv[sys.argv.index("--family") + 1] if "--family" in sys.argv else "llama"]
+    if "num_experts" in family:
+        from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+
+        Qwen3NextForCausalLM.set_moe_parameters = lambda self: None  # it insists on a layer with experts
     if "--smollm2" in sys.argv:
         model = smollm2(model, scheme)
     else:
@@ -262,11 +284,11 @@ def main():
     watched = []
 
     def watch(name, producer, args, kwargs, result):
-        activation, residual = result if isinstance(result, tuple) else (result, None)
-        codes, scales, expected_residual = unfused(producer, args, kwargs)
+        activation, *rest = result if isinstance(result, tuple) else (result,)
+        y, codes, scales, *expected = unfused(producer, args, kwargs)
         steps = (order(activation.data) - order(codes)).abs()
-        same = (residual is None) == (expected_residual is None)
-        same = same and (residual is None or torch.equal(residual, expected_residual))
+        expected += [y] if kwargs.get("return_unquantized") else []
+        same = [torch.equal(got, wanted) for got, wanted in zip(rest, expected, strict=True)]
         options = {k: v for k, v in kwargs.items() if isinstance(v, str | bool)}
         watched.append(
             {
@@ -276,10 +298,19 @@ def main():
                 "worst_step": int(steps.max()),
                 "worst_scale": float((activation.scales() / scales - 1).abs().max()),
                 "differing": float((steps > 0).float().mean()),
-                "residual": bool(same),
+                "others": same,
             }
         )
 
+    from vllm import _custom_ops
+
+    quantizer, quantized = _custom_ops.onednn_scaled_int8_quant, []
+
+    def quantize(x, *rest):
+        quantized.append(x.shape[-1])
+        return quantizer(x, *rest)
+
+    _custom_ops.onednn_scaled_int8_quant = quantize
     prompts = [{"prompt_token_ids": [1, 5, 9]}, {"prompt_token_ids": [1, 7]}]
     with contract.observe(watch):
         outputs = llm.generate(prompts, SamplingParams(max_tokens=3, detokenize=False, temperature=0, ignore_eos=True))
@@ -293,6 +324,7 @@ def main():
                 "kernels": sorted({f"{b.kernel} {b.layout}" for b in after.boundaries}),
                 "calls": after.calls - before.calls,
                 "watched": watched,
+                "quantized_by_int8_kernels": len(quantized),
                 "fingerprint": llm.llm_engine.vllm_config.additional_config.get("tq"),
                 "expected_fingerprint": plugin.fingerprint(),
             }

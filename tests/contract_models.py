@@ -29,6 +29,11 @@ GEMMA = {
 MLA = {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
 MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 64, "n_groups": 1, "conv_kernel": 4}
 MAMBA |= {"hybrid_override_pattern": "M*-", "num_hidden_layers": 3}
+# One layer of each kind.
+GATED_DELTA_NET = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2}
+GATED_DELTA_NET |= {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "num_experts": 4}
+GATED_DELTA_NET |= {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 128}
+GATED_DELTA_NET |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
 FAMILIES = {
     "LlamaForCausalLM": {"model_type": "llama"},
     "MistralForCausalLM": {"model_type": "mistral"},
@@ -48,6 +53,7 @@ FAMILIES = {
         "position_embedding_type": "rope",
     },
     "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", **GROUPED, **MLA},
+    "Qwen3NextForCausalLM": {"model_type": "qwen3_next", **EXPERTS, **GATED_DELTA_NET},
     "NemotronHForCausalLM": {"model_type": "nemotron_h", **MAMBA},
     "GptOssForCausalLM": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
     "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 256, "n_layer": 2, "n_head": 4},

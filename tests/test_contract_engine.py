@@ -80,7 +80,7 @@ def test_engine_runs_every_boundary_fused(tmp_path, arguments, scheme, kernel):
     # Three forwards: the prompts together, then two steps of one token each.
     assert result["calls"] == len(result["watched"]) == 3 * 6
     for call in result["watched"]:
-        assert call["worst_step"] <= 1 and call["differing"] < 0.005 and call["residual"], call
+        assert call["worst_step"] <= 1 and call["differing"] < 0.005 and all(call["others"]), call
         assert call["worst_scale"] == 0, call
         if call["producer"] == "rms_norm":
             assert call["options"]["rounding"] == "before_and_after_weight"
@@ -94,8 +94,34 @@ def test_engine_fuses_gemmas_norm_and_gelu(tmp_path):
     assert log.count("boundaries fused (gelu_mul 2, gemma_rms_norm 4)") == 1
     assert result["calls"] == len(result["watched"]) == 3 * 6
     for call in result["watched"]:
-        assert call["worst_step"] <= 1 and call["differing"] < 0.005 and call["residual"], call
+        assert call["worst_step"] <= 1 and call["differing"] < 0.005 and all(call["others"]), call
         assert call["worst_scale"] == 0, call
+
+
+@cpu_build
+@pytest.mark.skipif("gemma_rms_norm" not in tq.PRODUCERS, reason="Qwen3-Next's norm is not a producer yet")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_engine_gives_a_norm_with_two_readers_to_both(tmp_path, compiled):
+    inductor = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    arguments = ("--family", "qwen3_next", "--scheme", "int8", *["--compile"] * compiled)
+    result, _ = run_engine(tmp_path, *arguments, **inductor)
+    expected = boundaries("int8_token")
+    expected[0][1] = "model.layers.0.linear_attn.in_proj_qkvz"
+    assert result["boundaries"] == expected
+    # What kernels still quantize: the input of the other projection, and what comes out of both kinds of attention.
+    if compiled:
+        code = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
+        assert code.count("torch.ops._C.dynamic_scaled_int8_quant.default(") == 3
+        calls = re.findall(r"torch\.ops\.tq\.gemma_rms_norm\.default\((.*)\)", code)
+        assert ["return_unquantized=True" in options for options in calls].count(True) == 1 and len(calls) == 4
+        return
+    assert result["quantized_by_int8_kernels"] == 3 * 3 and result["calls"] == len(result["watched"]) == 3 * 6
+    for call in result["watched"]:
+        assert call["worst_step"] <= 1 and call["differing"] < 0.005 and all(call["others"]), call
+        assert call["worst_scale"] == 0, call
+        shared = call["name"] == "model.layers.0.input_layernorm"
+        assert len(call["others"]) == (1 if shared else call["producer"] != "silu_mul")
+        assert ("return_unquantized" in call["options"]) == shared
 
 
 @cpu_build

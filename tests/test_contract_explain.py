@@ -39,6 +39,8 @@ def layer(i, *names):
 
 
 DENSE = ("input_layernorm", "post_attention_layernorm", "mlp.act_fn")
+EXPERT = ("mlp.shared_expert.act_fn",)
+SHARED_MLP = ("input_layernorm", "post_attention_layernorm", "shared_mlp.act_fn")
 SHARED = "mlp.shared_experts.act_fn"
 Q_A = "self_attn.mla_attn.q_a_layernorm"
 FUSED = {
@@ -47,17 +49,16 @@ FUSED = {
     "Qwen3MoeForCausalLM": layer(0, *DENSE) + layer(1, "input_layernorm"),
     "Glm4ForCausalLM": layer(0, *DENSE) + layer(1, *DENSE),
     "GraniteForCausalLM": layer(0, *DENSE) + layer(1, *DENSE),
-    "DeepseekV3ForCausalLM": layer(0, *DENSE[1:], Q_A) + layer(1, Q_A, SHARED),
-    "NemotronHForCausalLM": layer(1, "norm") + layer(2, "norm", "mixer.act_fn"),
-    "GraniteMoeHybridForCausalLM": layer(0, "post_attention_layernorm", "shared_mlp.act_fn")
-    + layer(1, "input_layernorm", "post_attention_layernorm", "shared_mlp.act_fn"),
+    "DeepseekV3ForCausalLM": layer(0, *DENSE, Q_A) + layer(1, "input_layernorm", Q_A, SHARED),
+    "NemotronHForCausalLM": layer(0, "norm") + layer(1, "norm") + layer(2, "norm", "mixer.act_fn"),
+    "GraniteMoeHybridForCausalLM": layer(0, *SHARED_MLP) + layer(1, *SHARED_MLP),
+    "Qwen3NextForCausalLM": layer(0, "input_layernorm", *EXPERT) + layer(1, "input_layernorm", *EXPERT),
     "GptOssForCausalLM": layer(0, "input_layernorm") + layer(1, "input_layernorm"),
     "GPT2LMHeadModel": [],
 }
 NOT_FUSED = {
     ("Qwen3MoeForCausalLM", "model.layers.1.post_attention_layernorm"): "the forward of Qwen3MoeSparseMoeBlock is not",
-    ("DeepseekV3ForCausalLM", "model.layers.0.input_layernorm"): "the forward of DeepseekV2MLAAttention is not",
-    ("GraniteMoeHybridForCausalLM", "model.layers.0.input_layernorm"): "the forward of MambaMixer2 is not",
+    ("DeepseekV3ForCausalLM", "model.layers.1.post_attention_layernorm"): "the forward of DeepseekV2MoE is not",
 }
 
 
@@ -105,6 +106,14 @@ def test_command_writes_nothing_but_json(explained):
     first = found["boundaries"][0]
     assert (first["kernel"], first["layout"]) == ("PerTensorTorchFP8ScaledMMLinearKernel", "row_major")
     assert found["boundaries"][2]["reason"] == "switched off by TQ_DISABLE_BOUNDARIES"
+
+
+@cpu_build
+def test_command_names_the_other_readers(explained):
+    done = explain(explained[0] / "Qwen3NextForCausalLM", VLLM_DISABLED_KERNELS=DISABLED)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("model.layers.0.input_layernorm")]
+    assert " -> model.layers.0.linear_attn.in_proj_qkvz [gemma_rms_norm] fp8_tensor, " in line
+    assert line.endswith("; unquantized too, for model.layers.0.linear_attn.in_proj_ba")
 
 
 @cpu_build

@@ -61,17 +61,29 @@ def sha(source):
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.classes.split()[0])
 def test_forward_is_the_one_that_was_read(version, forward):
     for name in forward.classes.split():
-        file, owner = name.split(".")
-        folder = "model_executor/layers" if file == "mla" else "model_executor/models"
-        source = methods(SOURCES[version] / folder / f"{file}.py")[owner, "forward"]
+        *place, owner = name.split(".")
+        path = SOURCES[version] / "model_executor/layers" / f"{'/'.join(place)}.py"
+        found = methods(path if path.exists() else SOURCES[version] / "model_executor/models" / f"{place[0]}.py")
+        source = found[owner, "forward"]
         assert sha(source) == forward.sha, name
-        # What the table names is in the forward: each producer is called, the layer that is entered takes the input.
-        for producer in (*forward.hands, *forward.feeds):
-            assert f"self.{producer}(" in source or f"maybe_fused_act_quant(self.{producer}, " in source
-        for child in (*forward.hands.values(), *forward.feeds.values(), *filter(None, [forward.enters])):
-            assert f"self.{child}(" in source or f" = self.{child}\n" in source
-        for attribute in (unless.attribute for named in forward.unless.values() for unless in named):
-            assert f"self.{attribute}" in source
+        bodies = [source]
+        for attribute, hashes in forward.through.items():
+            bodies = [method for (kind, _), method in found.items() if kind == owner and sha(method) in hashes]
+            assert len(bodies) == len(hashes) and f"self.{attribute}(" in source
+        for body in bodies:
+            assert_names_are_in(forward, body)
+
+
+def assert_names_are_in(forward, source):
+    """What the table names: each producer is called, the layer that is entered takes the input."""
+    for producer in (*forward.hands, *forward.feeds):
+        assert f"self.{producer}(" in source or f"maybe_fused_act_quant(self.{producer}, " in source
+    hands = " ".join(forward.hands.values()).split()
+    shared = [name for names in forward.shared.values() for name in names]
+    for child in (*hands, *forward.feeds.values(), *shared, *filter(None, [forward.enters, forward.passes])):
+        assert f"self.{child}(" in source or f" = self.{child}\n" in source
+    for attribute in (unless.attribute for named in forward.unless.values() for unless in named):
+        assert f"self.{attribute}" in source
 
 
 def test_no_forward_is_listed_twice():

@@ -61,18 +61,26 @@ def held_bits(state: tq.state.PackedState) -> torch.Tensor:
 
 def test_a_batch_has_as_many_programs_as_asked_for():
     cut = bind.cut_of(32, 128, 128, bind.GRANULARITIES["value_channel"], "value_first", 2048)
-    shapes = {b: bind.merged(cut, b, 1024) for b in (1, 4, 8, 16, 32, 512)}
-    assert {b: (s.PARTS.value, s.BLOCKS.value) for b, s in shapes.items()} == {
-        1: (8, 1), 4: (8, 1), 8: (4, 2), 16: (2, 4), 32: (1, 8), 512: (1, 8)
+    shapes = {b: bind.joined(cut, b, 1024, 2) for b in (1, 4, 8, 16, 32, 64, 512)}
+    assert {b: (s.PARTS.value, s.BLOCK_ROWS.value, s.SHARED.value) for b, s in shapes.items()} == {
+        1: (8, 16, 1), 4: (8, 16, 1), 8: (4, 32, 1), 16: (2, 64, 1), 32: (1, 128, 1), 64: (1, 128, 2), 512: (1, 128, 2)
     }  # fmt: skip
-    odd = bind.merged(bind.cut_of(4, 80, 32, bind.GRANULARITIES["value_channel"], "value_first", 512), 6, 1)
-    assert (odd.PARTS.value, odd.BLOCKS.value) == (1, 8)
+    odd = bind.joined(bind.cut_of(4, 80, 32, bind.GRANULARITIES["value_channel"], "value_first", 512), 6, 1, 1)
+    assert (odd.PARTS.value, odd.BLOCK_ROWS.value) == (1, 128)
+    wide = bind.joined(bind.cut_of(4, 256, 256, bind.GRANULARITIES["value_channel"], "value_first", 4096), 512, 1, 1)
+    assert (wide.PARTS.value, wide.BLOCK_ROWS.value) == (4, 64)
+
+
+@triton.jit
+def length(vector):
+    return tl.sqrt(tl.sum(vector * vector, 0) + 1e-6)
 
 
 @triton.jit
 def products_kernel(codes, k, q, out, ROWS: tl.constexpr, KEYS: tl.constexpr):
     key, row = tl.arange(0, KEYS), tl.arange(0, ROWS)
-    digits, weights = digits_of(tl.load(k + key), tl.load(q + key))
+    of_k, of_q = tl.load(k + key), tl.load(q + key)
+    digits, weights = digits_of(of_k, of_q, length(of_k), length(of_q))
     tile = tl.load(codes + row[:, None] * KEYS + key[None, :])
     of_k, of_q = sums(products(tile, digits, weights))
     tl.store(out + row, of_k)

@@ -109,7 +109,7 @@ def test_what_triton_cannot_make_is_passed_over(monkeypatch):
 def test_every_candidate_is_run_on_its_own_terms(monkeypatch, asked):
     """What is timed is the kernel, cut as the candidate says."""
 
-    def device_time_us(calls):
+    def device_time_us(calls, *_):
         for call in calls:
             call()
         assert asked[-1] == tuning.forced()
@@ -130,7 +130,7 @@ def running_clock(monkeypatch):
     """Runs what it times, twice, and prefers `OTHER`."""
     timed = []
 
-    def device_time_us(calls):
+    def device_time_us(calls, *_):
         timed.append(tuning.forced())
         for call in [*calls, *calls]:
             call()
@@ -189,7 +189,7 @@ def test_nothing_is_timed_while_a_graph_is_captured(monkeypatch, asked):
 def test_without_memory_for_copies_the_call_goes_on(monkeypatch, asked):
     monkeypatch.setattr(tuning, "AUTOTUNE", True)
 
-    def device_time_us(calls):
+    def device_time_us(calls, *_):
         raise torch.OutOfMemoryError("made up")
 
     monkeypatch.setattr(search, "device_time_us", device_time_us)

@@ -18,10 +18,11 @@ from tq.kernels import tables
 @pytest.fixture
 def command(monkeypatch):
     """Runs `tq tune` with a made-up clock, and without a compiler."""
-    monkeypatch.setattr(ahead, "compile_all", lambda todo: None)
+    monkeypatch.setattr(ahead, "compile_all", lambda todo: todo)
     monkeypatch.setattr(provenance.torch.cuda, "get_device_name", lambda *given: "Made-up GPU")
     ticks = itertools.cycle(({"sm": 1980, "mem": 3201}, {"sm": 1755, "mem": 3201}))
     monkeypatch.setattr(provenance, "clocks", lambda: next(ticks))
+    monkeypatch.setattr(tune, "CLOCKS_EVERY", 1)
     app = tune.typer.Typer()
     app.command()(tune.tune)
 

@@ -38,7 +38,7 @@ def clock(monkeypatch, time_of):
     """time_of(configuration): microseconds. Returns what was asked for."""
     asked = []
 
-    def device_time_us(calls):
+    def device_time_us(calls, *_):
         asked.append(tuning.forced())
         return time_of(tuning.forced()), 0.0
 

@@ -16,18 +16,23 @@ import triton
 import tq
 
 
+def version_of(package: str) -> str | None:
+    """The version installed, if it is."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def provenance(module: str) -> dict[str, Any]:
     """GPU, date, command and versions of a run of `python -m <module>`."""
-    try:
-        vllm: str | None = metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        vllm = None
+    peers = {name.partition("-")[0]: version_of(name) for name in ("vllm", "helion", "flashinfer-python")}
     shown = [argument for argument in sys.argv[1:] if not argument.startswith("/")]
     return {
         "gpu": torch.cuda.get_device_name(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "command": " ".join(["python -m", module, *shown]),
-        "versions": {"tq": tq.__version__, "torch": torch.__version__, "triton": triton.__version__, "vllm": vllm},
+        "versions": {"tq": tq.__version__, "torch": torch.__version__, "triton": triton.__version__, **peers},
     }
 
 

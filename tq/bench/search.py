@@ -2,9 +2,10 @@
 
 What is timed is pruned by a model of one SM, the same from sm_80 to sm_100: 65536 registers, 2048 threads, 32 programs.
 A thread needs 16 registers and 2.25 for each element that it holds (perf/notes.md), and may be held to fewer. Left out
-is what gives a thread less than 4 or more than 16 elements of a tile; what has more idle lanes than an eighth, more
-registers than there are, or, for many tokens, less than 24 KiB of rows under way on an SM, unless all others are about
-as bad.
+is what gives a thread less than 4 or more than 16 elements of a tile, or less than 8, a load of 16 bytes, where tokens
+are many and a row may be cut; much of several rows in a program that does not see them entirely; programs too large
+for few tokens to give every SM one; what has more idle lanes than an eighth, more registers than there are, or, for
+many tokens, less than 24 KiB of rows under way on an SM, unless all others are about as bad.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tq.kernels.plan import Prepared, fill
 from tq.kernels.tuning import FEW_ELEMENTS, Key, RowConfig
 
 REGISTERS, THREADS, PROGRAMS = 65536, 2048, 32  # of an SM
+SMS = 128  # about as many
+SEVERAL_ROWS = 1024  # elements of several rows in a program that does not see them entirely
 MOST_IDLE = 1 / 8
 UNDER_WAY = 24 << 10  # bandwidth times latency of an H200, for each of its SMs, is about that
 NEAR = 1.1  # of the best: about as bad
@@ -36,6 +39,7 @@ MOST_HELD = 2.0  # registers needed for each that a limit leaves: beyond, a thre
 HOPELESS = 1.25
 # The heuristic stays unless something gains more than this, and nothing may lose more at any number of tokens.
 MARGIN = 0.01
+REPLAYS, CALLS = 5, 8  # of one time; many configurations, and those near the best differ by little
 TOKENS = (8192, 1024, 128, 16, 1)
 
 
@@ -83,19 +87,26 @@ def model(config: RowConfig, key: Key) -> Model:
 def shapes(key: Key) -> Iterator[RowConfig]:
     """The space of the key's template, as far as it covers what must be covered."""
     space = tuning.SPACES[key.template]
-    for block_n in (max(width, key.least) for width in space.block_n):
+    for block_n in sorted({max(columns, key.least) for columns in space.block_n}):
         for tiles in (-(-key.hidden_size // block_n),) if key.whole_row else space.tiles:
+            width = block_n * tiles
             for block_m in space.block_m:
+                elements, cut = block_m * width, not key.whole_row
+                if cut and key.tokens == "few" and elements > max(FEW_ELEMENTS // SMS, key.least):
+                    continue
+                if block_m > 1 and width < key.hidden_size and elements > SEVERAL_ROWS:
+                    continue
                 for num_warps in space.num_warps:
                     free = RowConfig(block_m, block_n, tiles, num_warps)
-                    limits = (n for n in space.max_registers if not n or n < needed(free) <= MOST_HELD * n)
-                    yield from (free._replace(max_registers=n) for n in limits)
+                    limits = (n for n in space.max_registers if n < needed(free) <= MOST_HELD * n and not cut)
+                    yield from (free._replace(max_registers=n) for n in (0, *limits))
 
 
 def candidates(key: Key) -> list[RowConfig]:
     """What the model leaves of the space; of those that differ in the shape of a tile alone, the widest."""
     models = {config: model(config, key) for config in shapes(key)}
-    models = {config: found for config, found in models.items() if 4 <= found.lane <= 16}
+    least = 8 if key.tokens == "many" and not key.whole_row else 4
+    models = {config: found for config, found in models.items() if least <= found.lane <= 16}
     if not models:
         return []
     idle = max(MOST_IDLE, min(found.idle for found in models.values()))
@@ -146,7 +157,7 @@ def time_of(config: RowConfig, calls: Sequence[Prepared]) -> float:
     plan = replace(calls[0].plan, launch=None, again=None)
     with tuning.force(config):
         try:
-            return device_time_us([partial(run, call._replace(plan=plan)) for call in calls])[0]
+            return device_time_us([partial(run, call._replace(plan=plan)) for call in calls], REPLAYS, CALLS)[0]
         except TritonError:
             return math.inf
 

@@ -21,12 +21,15 @@ def copies_of(call_bytes: int) -> int:
     return max(2, min(CALLS_PER_REPLAY, ROTATED_BYTES // max(call_bytes, 1)))
 
 
-def device_time_us(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> tuple[float, float]:
-    """(median, spread) of the device time of one call in microseconds; the calls are rotated inside one graph.
+def device_time_us(
+    calls: Sequence[Callable[[], Any]], replays: int = REPLAYS, calls_per_replay: int = CALLS_PER_REPLAY
+) -> tuple[float, float]:
+    """(median, spread) of the device time of one call in microseconds; the calls are rotated inside one graph, each at
+    least once.
 
     spread: half the distance of the quartiles of the replays.
     """
-    length = max(CALLS_PER_REPLAY // len(calls), 1) * len(calls)
+    length = max(calls_per_replay // len(calls), 1) * len(calls)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

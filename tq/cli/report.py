@@ -15,7 +15,14 @@ import typer
 from tq.bench.timing import LARGE_BYTES
 
 OURS = "tq"
-PEER_NAMES = {"tq": "tq", "vllm": "vLLM's op", "inductor": "Inductor"}
+PEER_NAMES = {
+    "tq": "tq",
+    "vllm": "vLLM's op",
+    "inductor": "Inductor",
+    "inductor_dynamic": "Inductor, any number of tokens",
+    "helion": "vLLM's Helion kernel",
+    "flashinfer": "FlashInfer",
+}
 FEW_TOKENS = 16
 MOST_CELLS_WITH_NUMBERS = 24  # side by side
 WIDTH, DPI = 9.0, 100  # inches, dots per inch

@@ -20,14 +20,16 @@ class Boundary:
 
     name: module name of the producer, such as "model.layers.0.input_layernorm".
     producer: name in `tq.PRODUCERS`, or of the module's class where there is none. consumer: module name of the linear
-    layer, "" where it is not known. kernel: class that runs it. scheme: name in `tq.SCHEMES`, and layout, of its
-    scales, `None` when not fused. reason: why not fused, `None` when fused.
+    layer, "" where it is not known. shares: other modules that read the output, and so get it unquantized.
+    kernel: class that runs it. scheme: name in `tq.SCHEMES`, and layout, of its scales, `None` when not fused.
+    reason: why not fused, `None` when fused.
     calls: fused calls run by Python; compiled code and graph replays do not pass through Python.
     """
 
     name: str
     producer: str
     consumer: str
+    shares: tuple[str, ...] = ()
     kernel: str | None = None
     scheme: str | None = None
     layout: str | None = None
@@ -60,6 +62,7 @@ class Report:
             outcome = f"not fused: {boundary.reason}"
             if boundary.reason is None:
                 outcome = f"{boundary.scheme}, {boundary.layout} scales, {boundary.kernel}"
+                outcome += f"; unquantized too, for {', '.join(boundary.shares)}" if boundary.shares else ""
             lines.append(f"{boundary.name} -> {boundary.consumer or '?'} [{boundary.producer}] {outcome}")
         return "\n".join(lines)
 

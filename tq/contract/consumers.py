@@ -79,6 +79,42 @@ def withdraw(linear: Any) -> None:
         linear.__dict__.pop("_input_quant_key", None)
 
 
+def attach(y: torch.Tensor, linear: Any, activation: Any) -> torch.Tensor:
+    """y, for every reader but `linear`, which finds its own input in it (`find_attached`)."""
+    if torch.compiler.is_compiling():
+        y = y.view(y.shape)  # Dynamo lets a tensor have attributes that is all of an operator's result, not one of many
+    y.tq_quantized = linear, activation  # type: ignore[attr-defined]
+    return y
+
+
+def find_attached(linear: Any) -> None:
+    """Let `linear` take what `attach` gives it. Its class stays, by which vLLM looks up a wrapper for LoRA.
+
+    A tensor made from y, as a view of it is, has nothing attached: then the layer quantizes for itself. Harmless twice.
+    """
+    plain = linear.forward
+    if hasattr(plain, "tq_plain"):
+        return
+
+    def forward(input_: Any, *args: Any, **options: Any) -> Any:
+        attached = getattr(input_, "tq_quantized", None)
+        if attached is not None and attached[0] is linear:
+            input_ = attached[1]
+        return plain(input_, *args, **options)
+
+    forward.tq_plain = plain  # type: ignore[attr-defined]
+    linear.forward = forward
+
+
+def forget_attached(linear: Any) -> None:
+    """Undo `find_attached`, if it was done."""
+    plain = getattr(linear.forward, "tq_plain", None)
+    if plain is not None:
+        del linear.forward
+        if linear.forward != plain:  # it was not that of the class either
+            linear.forward = plain
+
+
 @cache
 def _accepting(base: Any, apply: Any) -> Any:
     """Subclass of a kernel class that takes a quantized input, and a plain one as before."""

@@ -16,21 +16,23 @@ import torch
 import tq
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
-from tq.contract.consumers import NOT_LISTED
+from tq.contract.consumers import NOT_LISTED, find_attached, forget_attached
 from tq.contract.repeat import Repeats
 from tq.contract.route import FUSIONS, SILU_MUL, Adapter, Fusion, plan, route, state
 from tq.contract.scales import Seen, attribute, implementation
-from tq.contract.sites import BY_SHA, USUAL_PRODUCERS
+from tq.contract.sites import BY_SHA, USUAL_PRODUCERS, Forward
 
 NORMS = ("rms_norm", "gemma_rms_norm")
 
 
 class Site(NamedTuple):
-    """Producer `name` of a module feeds the linear layer at `path` from there; refusal: why that does not hold."""
+    """Producer `name` of a module feeds the linear layer at `path` from there, and the modules at `shares`, which take
+    the same tensor unquantized; refusal: why that does not hold."""
 
     name: str
     path: tuple[str, ...] = ()
     refusal: str | None = None
+    shares: tuple[tuple[str, ...], ...] = ()
 
 
 def pair_model(model: torch.nn.Module, norms_stand_aside: str | None = None) -> list[Boundary]:
@@ -52,7 +54,7 @@ def pair_model(model: torch.nn.Module, norms_stand_aside: str | None = None) -> 
 
 def sites(adapter: Adapter, parent: torch.nn.Module) -> Iterator[Site]:
     """Sites of which `parent` owns the producer. Of a module that was not read, those whose names are usual ones."""
-    forward = BY_SHA.get(forward_hash(parent))
+    forward = forward_of(parent)
     if forward is None:
         refusal = f"the forward of {type(parent).__name__} is not a known one"
         for name in sorted(USUAL_PRODUCERS):
@@ -61,20 +63,35 @@ def sites(adapter: Adapter, parent: torch.nn.Module) -> Iterator[Site]:
         return
     for name, linear in forward.feeds.items():
         if isinstance(getattr(parent, name, None), torch.nn.Module):
-            yield Site(name, (linear,), forward.refusal(name, parent))
-    for name, child in forward.hands.items():
+            yield Site(name, (linear,), forward.refusal(name, parent), _readers(forward, name, (), parent))
+    for name, children in forward.hands.items():
         if isinstance(getattr(parent, name, None), torch.nn.Module):
-            yield _handed(name, child, getattr(parent, child, None), forward.refusal(name, parent))
+            yield _handed(name, (_present(parent, children),), parent, forward.refusal(name, parent))
 
 
-def _handed(name: str, child: str, module: Any, refusal: str | None) -> Site:
-    """Site of a producer whose output enters `module`."""
+def _present(parent: Any, children: str) -> str:
+    """The name among `children` that `parent` has; the first if it has none."""
+    names = children.split()
+    return next((name for name in names if getattr(parent, name, None) is not None), names[0])
+
+
+def _handed(name: str, path: tuple[str, ...], parent: Any, refusal: str | None) -> Site:
+    """Site of a producer of `parent` whose output enters the module at `path`."""
+    module = _resolve(parent, path)
     if module is None:
-        return Site(name, (child,), refusal or f"the layer has no {child}")
-    forward = BY_SHA.get(forward_hash(module))
+        return Site(name, path, refusal or f"the layer has no {path[-1]}")
+    forward = forward_of(module)
+    if forward is not None and forward.passes:
+        return _handed(name, (*path, forward.passes), parent, refusal)
     if forward is None or not forward.enters:
-        return Site(name, (child,), refusal or f"the forward of {type(module).__name__} is not a known one")
-    return Site(name, (child, forward.enters), refusal or forward.refusal(forward.enters, module))
+        return Site(name, path, refusal or f"the forward of {type(module).__name__} is not a known one")
+    refusal = refusal or forward.refusal(forward.enters, module)
+    return Site(name, (*path, forward.enters), refusal, _readers(forward, forward.enters, path, module))
+
+
+def _readers(forward: Forward, name: str, path: tuple[str, ...], module: Any) -> tuple[tuple[str, ...], ...]:
+    """Paths of what takes the same tensor as the consumer, in the module at `path`."""
+    return tuple((*path, other) for other in forward.shared.get(name, ()) if getattr(module, other, None) is not None)
 
 
 def _pair(
@@ -96,6 +113,7 @@ def _pair(
         reason = f"no producer for {_class_name(module)}"
     if reason is None and getattr(module, "tq_parent", parent) is not parent:
         reason = "the module is shared by two parents"
+    boundary.shares = tuple(named(*path) for path in site.shares)
     if linear is not None:
         boundary.kernel = implementation(linear)
         linear.tq_off = reason == "switched off by TQ_DISABLE_BOUNDARIES"
@@ -106,6 +124,7 @@ def _pair(
         unpair(module)
         if linear is not None:
             adapter.withdraw(linear)
+            forget_attached(linear)
     return boundary
 
 
@@ -118,6 +137,7 @@ def _fuse(
     if isinstance(planned, str):
         return f"{planned} ({boundary.kernel})" if planned == NOT_LISTED else planned
     boundary.scheme, boundary.layout = planned.reads.scheme, planned.reads.layout
+    (find_attached if site.shares else forget_attached)(linear)
     _swap(fusion, site.path, parent, module, boundary)
     return None
 
@@ -138,9 +158,17 @@ def _class_name(module: Any) -> str:
     return getattr(kind, "tq_base", kind).__name__
 
 
-def forward_hash(module: Any) -> str:
-    """Hash of the source of `module.forward`; "" when there is none to read or it is wrapped."""
-    forward = getattr(module, "forward", None)
+def forward_of(module: Any) -> Forward | None:
+    """What was read of the forward of `module`, if it was."""
+    found = BY_SHA.get(forward_hash(module))
+    if found is None or all(forward_hash(module, name) in hashes for name, hashes in found.through.items()):
+        return found
+    return None
+
+
+def forward_hash(module: Any, name: str = "forward") -> str:
+    """Hash of the source of a method of `module`; "" when there is none to read or it is wrapped."""
+    forward = getattr(module, name, None)
     function = getattr(forward, "__func__", forward)
     return "" if function is None or hasattr(function, "__wrapped__") else _source_hash(function)
 

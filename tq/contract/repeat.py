@@ -14,7 +14,7 @@ import torch
 
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
-from tq.contract.consumers import Reads
+from tq.contract.consumers import Reads, attach
 from tq.contract.scales import ABSENT, Lookup, Seen
 from tq.kernels import launch
 from tq.kernels.again import Again, launch_again
@@ -34,7 +34,8 @@ class Call(NamedTuple):
 
     implementation: what the plain module would have run. tensors: of the call, by place (see `Again`), after x, which
     is the first. residuals: places of the residual. fixed: the others, with address, dtype and shape. scale,
-    zero_point: static ones, `None` where the kernel computes them. computed: how many of the two it computes.
+    zero_point: static ones, `None` where the kernel computes them. computed: how many of the two it computes. linear:
+    the consumer, to whom the activation is attached where y has other readers.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Call(NamedTuple):
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
     computed: int
+    linear: Any
 
 
 class Repeats:
@@ -77,6 +79,8 @@ class Repeats:
             zero_point = made[2] if call.computed > 1 else None
         self.boundary.calls += 1
         activation = self.adapter.wrap(call.reads, made[0], scale, x.dtype, call.plan.shape, zero_point)
+        if call.plan.return_unquantized:
+            activation = attach(made[-1], call.linear, activation)
         return activation if residual is None else (activation, made[1 + call.computed])
 
     def _holds(self, call: Call, has_residual: bool) -> bool:
@@ -90,7 +94,14 @@ class Repeats:
         return self.adapter.implementation(self.producer.name, has_residual) == call.implementation
 
     def learn(
-        self, seen: Seen, x: torch.Tensor, residual: torch.Tensor | None, reads: Reads, args: tuple, options: dict
+        self,
+        seen: Seen,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        linear: Any,
+        reads: Reads,
+        args: tuple,
+        options: dict[str, Any],
     ) -> None:
         """Keep a call that was just made, producer(*args, **options), where args[0] is x."""
         options = dict(options)
@@ -118,4 +129,5 @@ class Repeats:
             None if dynamic else options["scale"],
             options.get("zero_point"),
             dynamic + (dynamic and plan.scheme.rule.zero_point),
+            linear,
         )

@@ -12,7 +12,7 @@ import torch
 import tq
 from tq.contract import boundaries
 from tq.contract.boundaries import Boundary
-from tq.contract.consumers import NOT_LISTED, Reads
+from tq.contract.consumers import NOT_LISTED, Reads, attach
 from tq.contract.repeat import Repeats
 from tq.contract.scales import Seen, attribute, input_quant_scale, kernel_of
 from tq.kernels.schemes import SCHEMES, Scheme
@@ -192,16 +192,20 @@ def route(
     if isinstance(planned, str):
         return plain(x) if residual is None else plain(x, residual)
     producer = tq.PRODUCERS[fusion.producer]
+    if boundary is not None and boundary.shares:
+        planned.options["return_unquantized"] = True
     args, kwargs = fusion.call(module, x, residual, planned.options)
     result = producer(*args, **kwargs)
     if not torch.compiler.is_compiling():
         boundaries.called(boundary, fusion.producer, args, kwargs, result)
         if repeats is not None and seen is not None and not boundaries.observers:
-            repeats.learn(seen, x, residual, planned.reads, args, kwargs)
-    made = result if residual is None else result[0]
-    reads, wrap = planned.reads, planned.adapter.wrap
+            repeats.learn(seen, x, residual, linear, planned.reads, args, kwargs)
+    outputs = result if isinstance(result, tuple) else (result,)
+    made, reads, wrap = outputs[0], planned.reads, planned.adapter.wrap
     activation = wrap(reads, made.data, made.scale, made.orig_dtype, made.orig_shape, made.zero_point)
-    return activation if residual is None else (activation, result[1])
+    if "return_unquantized" in kwargs:
+        activation = attach(outputs[-1], linear, activation)
+    return activation if residual is None else (activation, outputs[1])
 
 
 def _any_parameter(linear: Any) -> torch.Tensor | None:

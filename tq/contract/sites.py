@@ -21,17 +21,23 @@ class Unless(NamedTuple):
 class Forward:
     """classes: those of vLLM with this forward, "file.Class"; the first is the one that was read, its copies equal it.
 
-    enters: the linear layer that takes the input, and nothing else does. feeds: producer -> the linear layer that alone
-    takes its output. hands: producer -> the module that alone takes its output; what then happens there, its own
-    forward says. unless: by producer, or by `enters`.
+    enters: the linear layer that takes the input. passes: the module that takes the input. feeds: producer -> the
+    linear layer that takes its output. hands: producer -> the module that takes its output; of several names a layer
+    has one. What happens in a module, its own forward says. Nothing else reads any of these, but their shape, dtype
+    and device, and but what `shared` names, by producer or by `enters`: modules that take the same tensor where they
+    exist, and so get it unquantized. unless: by the same names. through: attribute -> hashes of the methods, one of
+    which it must be, that forward goes on in.
     """
 
     sha: str
     classes: str
     enters: str = ""
+    passes: str = ""
     feeds: dict[str, str] = field(default_factory=dict)
     hands: dict[str, str] = field(default_factory=dict)
     unless: dict[str, tuple[Unless, ...]] = field(default_factory=dict)
+    shared: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    through: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def refusal(self, name: str, module: object) -> str | None:
         """Why what was read of producer or layer `name` does not hold for this module, or `None`."""
@@ -108,6 +114,7 @@ FORWARDS = (
     _decoder(
         "afc3b5b7784a8656",
         "qwen3_next.Qwen3NextDecoderLayer",
+        "self_attn linear_attn",
         unless={"input_layernorm": (_GATHERED,), "post_attention_layernorm": (_GATHERED,)},
     ),
     _decoder(
@@ -129,6 +136,9 @@ FORWARDS = (
         hands={"norm": "mixer"},
     ),
     Forward("49a3895fbd8dd537", "nemotron_h.NemotronHAttentionDecoderLayer", hands={"norm": "mixer"}),
+    Forward(
+        "e154eeded5148cfe", "nemotron_h.NemotronHMambaDecoderLayer mamba2.Mamba2DecoderLayer", hands={"norm": "mixer"}
+    ),
     _attention(
         "4408c421cfca87e3",
         "llama.LlamaAttention mixtral.MixtralAttention gemma.GemmaAttention gemma2.Gemma2Attention glm4.Glm4Attention "
@@ -155,16 +165,27 @@ FORWARDS = (
     ),
     _attention("40fa850e072d2e20", "internlm2.InternLM2Attention", enters="wqkv"),
     _attention("50a8cf87c242f23c", "nemotron_h.NemotronHAttention"),
+    Forward("dd71f52bb0d646bb", "mamba.mamba_mixer2.MambaMixer2", enters="in_proj"),
+    Forward(
+        "1916e63b9e1a72b2",
+        "mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention",
+        enters="in_proj_qkvz",
+        shared={"in_proj_qkvz": ("in_proj_ba",)},
+        through={"_forward_method": ("f4e836d850fc6f9c", "dae4b5562b374c07")},  # on a GPU of Nvidia, on a CPU
+    ),
+    Forward("7b9eaa8c1bb7a731", "deepseek_v2.DeepseekV2MLAAttention AXK1.AXK1MLAAttention", passes="mla_attn"),
     Forward(
         "5a50465cfb8f9cae",
         "mla.MultiHeadLatentAttentionWrapper",
+        enters="fused_qkv_a_proj",
         feeds={"q_a_layernorm": "q_b_proj"},
+        shared={"fused_qkv_a_proj": ("indexer", "g_proj"), "q_a_layernorm": ("indexer",)},
         unless={
+            "fused_qkv_a_proj": (Unless("q_proj", "queries and keys have a projection each"),),
             "q_a_layernorm": (
                 Unless("fuse_qkv_rmsnorm", "vLLM fuses the norm with the one beside it"),
-                Unless("indexer", "the norm's output also enters the indexer"),
                 Unless("dcp_q_replicate", "the consumer is sharded over the context"),
-            )
+            ),
         },
     ),
     # Calls maybe_fused_act_quant, which calls a module whose type is not in its table, as a routed one's.

@@ -100,10 +100,29 @@ class VllmAdapter:
 
         @dataclass
         class Activation(quant_activation.QuantizedActivation):
-            """vLLM's activation, which says what it is; int32 zero points where a kernel reads them."""
+            """vLLM's activation, which says what it is; int32 zero points where a kernel reads them.
+
+            shape, dtype, device and size() are those of the tensor that it stands for: modules size their outputs by
+            their input.
+            """
 
             reads: Reads
             zero_point: torch.Tensor | None = None
+
+            @property
+            def shape(self) -> torch.Size:
+                return self.orig_shape
+
+            @property
+            def dtype(self) -> torch.dtype:
+                return self.orig_dtype
+
+            @property
+            def device(self) -> torch.device:
+                return self.data.device
+
+            def size(self, dim: int | None = None) -> Any:
+                return self.orig_shape if dim is None else self.orig_shape[dim]
 
             def weak_ref(self) -> Any:
                 weak: Any = super().weak_ref()

@@ -261,7 +261,8 @@ def assemble(
     producer: Producer, arguments: tuple, scheme: Scheme, outputs: list[torch.Tensor], options: dict[str, Any]
 ) -> Any:
     """The outputs of an op as what `call` returns."""
-    x, (codes, *rest) = arguments[0], outputs
+    x, codes = arguments[0], outputs[0]
+    rest = list(outputs[1:])  # a starred target is a tuple to the Dynamo of torch 2.11
     scale: Any = options.get("scale")
     zero_point = options.get("zero_point")
     if scheme.dynamic:

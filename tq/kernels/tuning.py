@@ -31,7 +31,7 @@ class RowConfig(NamedTuple):
 
 class Space(NamedTuple):
     """What `tq tune` may choose from. tiles: where programs may share a row; where one sees it entirely, they are as
-    many as cover it."""
+    many as cover it. max_registers: beside none; where rows are seen entirely, the others need few."""
 
     block_m: tuple[int, ...]
     block_n: tuple[int, ...]
@@ -47,7 +47,7 @@ SPACES = {
         block_n=(128, 256, 512, 1024, 2048, 4096, 8192),
         tiles=(1, 2, 4),
         num_warps=(1, 2, 4, 8, 16),
-        max_registers=(0, 64),
+        max_registers=(48, 64),
     )
 }
 

@@ -15,14 +15,13 @@ from tq.kernels.target import target_of
 from tq.state.cache import IN_ORDER, Cut, Place, Slots
 from tq.state.formats import AS_IT_IS, FORMATS, GRANULARITIES, DeviceFormat, Granularity
 
-STAGES = 3
 LAYOUTS = ("value_first", "key_first")
 MAX_HEAD = 1 << 16  # elements of a head that one program can hold
 
 
 class Tuning(NamedTuple):
     """How programs are shaped. part: elements of a block where groups do not need more; max_registers: of a thread,
-    None for the compiler's choice; programs: blocks of a head are one program while there are at least so many."""
+    None for the compiler's choice; programs: blocks of a head are joined while there are at least so many."""
 
     elements_per_thread: int = 64
     part: int = 4096
@@ -32,8 +31,9 @@ class Tuning(NamedTuple):
 
 # As measured on one H200 (perf/notes.md). A limit lets a second program run beside the first where groups are heads.
 tuning = Tuning()
-packed_tuning = Tuning(max_registers=None)
-ring_tuning = Tuning(part=8192)  # where codes are only read
+packed_tuning = Tuning(elements_per_thread=32, max_registers=None)
+ring_tuning = Tuning(elements_per_thread=32)
+LARGEST_BLOCK = 16384  # elements that joined blocks have at most
 REGISTERS = 1 << 16  # of a multiprocessor
 
 
@@ -155,7 +155,7 @@ def padded(size: int) -> int:
 
 
 @lru_cache
-def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, part: int) -> Cut:
+def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, part: int, overlaps: bool = False) -> Cut:
     """The cut of heads of [rows, cols] whose groups are `group` into programs of `part` elements or one group more."""
     block_cols = padded(cols)
     by_row, by_col = (group.values, group.keys) if layout == "value_first" else (group.keys, group.values)
@@ -163,17 +163,24 @@ def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, pa
     group_rows = min(by_row, padded(rows)) or padded(rows)
     block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
-    return Cut(*map(constant, (heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1, STAGES)))
+    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1
+    return Cut(*map(constant, (*sizes, overlaps)))
 
 
 @lru_cache
-def merged(cut: Cut, batch: int, programs: int) -> Cut:
-    """`cut` with so many blocks in a program that `programs` are left, where a batch has them. Bits do not depend on
-    it: what is added up is of one row."""
-    parts, blocks = cut.PARTS.value, 1
-    while parts > 1 and batch * cut.HEADS.value * (parts // 2) >= programs:
-        parts, blocks = -(-parts // 2), 2 * blocks
-    return cut._replace(PARTS=constant(parts), BLOCKS=constant(blocks))
+def joined(cut: Cut, batch: int, programs: int, group: int) -> Cut:
+    """`cut` with larger blocks, then two of the `group` heads of a key head in one program, so that `programs` are left
+    where a batch has them. The warps of a program stay, and what is added up is of one row, so that bits do not depend
+    on the batch."""
+    parts, rows = cut.PARTS.value, cut.BLOCK_ROWS.value
+    while (
+        parts > 1
+        and 2 * rows * cut.BLOCK_COLS.value <= LARGEST_BLOCK
+        and batch * cut.HEADS.value * (-(-parts // 2)) >= programs
+    ):
+        parts, rows = -(-parts // 2), 2 * rows
+    shared = 2 if parts == 1 and group % 2 == 0 and batch * cut.HEADS.value // 2 >= programs else 1
+    return cut._replace(PARTS=constant(parts), BLOCK_ROWS=constant(rows), SHARED=constant(shared))
 
 
 @lru_cache
@@ -198,12 +205,13 @@ def bind_format(
     check_device(op, place.data.device)
     group = GRANULARITIES[granularity] if code is not None else Granularity(1, 1)
     shape = shape or tuning
-    cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part)
+    target = target_of(place.data.device)
+    cut = cut_of(*place.data.shape[1:], group, layout, MAX_HEAD if whole else shape.part, target.overlaps)
     warps = cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value // (32 * shape.elements_per_thread)
     warps = min(max(warps, 1), 32)
     registers = shape.max_registers
     if registers is not None:
-        limited = target_of(place.data.device).name.startswith("sm_")  # no other target takes a limit
+        limited = target.name.startswith("sm_")  # no other target takes a limit
         registers = min(registers, REGISTERS // (32 * warps)) if limited else None
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
     return Launch(found, cut, warps, registers, shape.programs)
@@ -211,12 +219,14 @@ def bind_format(
 
 def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *arguments: Any, fusion: bool = False) -> None:
     """One launch, of every part of every head of every request."""
-    programs = batch * launch.cut.HEADS.value * launch.cut.PARTS.value
+    programs = batch * (launch.cut.HEADS.value // launch.cut.SHARED.value) * launch.cut.PARTS.value
     if programs == 0:
         return
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": fusion}
     if launch.max_registers is not None:
         options["maxnreg"] = launch.max_registers
+    if launch.cut.OVERLAPS.value:
+        options["launch_pdl"] = True
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[(programs,)](*arguments, launch.format, launch.cut, **options)

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tq.kernels.device import wait_for_inputs
+
 EARLIER = tl.constexpr(256)  # requests compared at a time in `is_first`
 
 
@@ -48,8 +50,9 @@ NOWHERE = Place(None, 0, IN_ORDER)
 
 
 class Cut(NamedTuple):
-    """How a head is cut: PARTS programs of BLOCKS blocks of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x
-    GROUP_COLS. STAGES: blocks of a program whose loads are under way at once, where they are fed to matrix products."""
+    """How a head is cut: PARTS programs of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x GROUP_COLS.
+    SHARED: heads of a program, one after the other, which have a key head in common. OVERLAPS: the kernel is launched
+    while the one ahead of it still runs."""
 
     HEADS: tl.constexpr
     ROWS: tl.constexpr
@@ -59,16 +62,19 @@ class Cut(NamedTuple):
     GROUP_ROWS: tl.constexpr
     GROUP_COLS: tl.constexpr
     PARTS: tl.constexpr
-    BLOCKS: tl.constexpr
-    STAGES: tl.constexpr
+    SHARED: tl.constexpr
+    OVERLAPS: tl.constexpr
 
 
 @triton.jit
-def part_of(cut):
-    """(request, head, part) of this program; the request is int64, since its offset leaves 32 bits."""
+def begin(cut):
+    """(request, first head, part) of this program, from where on its inputs may be read; the request is int64, since
+    its offset leaves 32 bits."""
+    wait_for_inputs(cut.OVERLAPS)
     program = tl.program_id(0)
     head = program // cut.PARTS
-    return (head // cut.HEADS).to(tl.int64), head % cut.HEADS, program % cut.PARTS
+    heads: tl.constexpr = cut.HEADS // cut.SHARED
+    return (head // heads).to(tl.int64), head % heads * cut.SHARED, program % cut.PARTS
 
 
 @triton.jit

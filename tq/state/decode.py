@@ -12,9 +12,9 @@ import triton.language as tl
 from tq.kernels.device import round_to
 from tq.kernels.producer import check_choice
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, run
-from tq.state.cache import find_head, load_quarters, part_of, store_quarters
+from tq.state.cache import begin, find_head, load_quarters, store_quarters
 from tq.state.qdq import qdq
-from tq.state.step import Activations, bind_gdn, bind_kda, load_step, load_values, norm, store_output
+from tq.state.step import Activations, bind_gdn, bind_kda, load_keys, load_own, norm, own_of, store_output
 
 NULL_SLOT = 0  # the slot that vLLM pads a batch with
 QUANTIZED = ("incoming", "outgoing")
@@ -24,15 +24,16 @@ QUANTIZED = ("incoming", "outgoing")
 def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
     """S = decay * S; S += beta * (v - S k) k^T; out = S q * scale. S is [values, keys]; INCOMING: rounded before, else
     after."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
+    # All is asked for before anything is waited for.
+    loaded, own = load_keys(given, request, head, cut), load_own(given, request, head, part, cut)
     pointer, exists = find_head(state, request, head, cut)
-    value = part * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
-    in_values = value < cut.ROWS
     if exists:
         dtype: tl.constexpr = state.data.dtype.element_ty
         tile = load_quarters(pointer, part, exists, cut).to(tl.float32)
-        q, k, log_decay, beta = load_step(given, request, head, cut)
-        v = load_values(given, request, head, value, in_values, cut)
+        v, log_decay, beta = own_of(own, given)
+        q, k = loaded
+        q, k = q.to(tl.float32), k.to(tl.float32)
         q = (q / norm(q, given) * given.scale)[None, :]
         k = (k / norm(k, given))[None, :]
         if INCOMING:
@@ -44,10 +45,10 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
         tile = round_to(tile, dtype)
         if INCOMING == False:  # noqa: E712 - a constant of a kernel has no `not`
             tile = round_to(qdq(tile, format, cut), dtype)
-        store_output(given, request, head, value, in_values, result, cut)
+        store_output(given, request, head, part, result, cut)
         store_quarters(pointer, part, exists, tile.to(dtype), cut)
     else:
-        store_output(given, request, head, value, in_values, tl.zeros([cut.BLOCK_ROWS], tl.float32), cut)
+        store_output(given, request, head, part, tl.zeros([cut.BLOCK_ROWS], tl.float32), cut)
 
 
 def gdn_decode(

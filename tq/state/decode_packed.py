@@ -10,150 +10,163 @@ import torch
 import triton
 import triton.language as tl
 
-from tq.state.bind import check_shape, check_tensor, merged, run
-from tq.state.cache import part_of, slot_of
+from tq.state.bind import check_shape, check_tensor, joined, run
+from tq.state.cache import begin, slot_of
 from tq.state.decode import NULL_SLOT
 from tq.state.digits import beside, digits_of, products, sums
 from tq.state.packed import PackedState, bind_packed
 from tq.state.packing import (
+    RESIDUALS,
     contract,
     factored,
-    load_integers,
     load_packed,
-    load_scales,
     multiplied,
     of_rows,
-    store_packed,
+    rotated,
     store_product,
     updated,
 )
 from tq.state.ring import (
-    PRECISION,
+    decays_since,
     fold,
+    load_entries,
+    load_own_entries,
+    of_updates,
     read_count,
-    read_keys,
-    read_updates,
     total_of,
-    values_of,
     with_entries,
     write_count,
     write_entry,
     write_update,
 )
-from tq.state.step import Activations, bind_gdn, bind_kda, load_values, load_vectors, store_output
+from tq.state.step import Activations, bind_gdn, bind_kda, load_keys, load_own, own_of, store_output, vectors_of
 
 
 @triton.jit
-def settle(packed, ring, slot, head, part, count, format, cut):
-    """The state with all entries of the ring in it, rounded once; the ring is empty then."""
+def settle(packed, ring, slot, head, part, count, format, cut, folds):
+    """The state with all entries of the ring in it, rounded once; the ring is empty then. By the blocks of `folds`,
+    which take fewer registers."""
     total = total_of(ring, slot, head, count, cut)
     decay = tl.exp(total)
-    for i in range(cut.BLOCKS):
-        block = part * cut.BLOCKS + i
-        codes, scale = load_packed(packed, slot, head, block, count >= 0, cut)
-        tile, factor = factored(codes, scale, decay, format, cut)
-        tile = fold(multiplied(tile, factor), ring, slot, head, block, count, total, cut)
-        store_packed(packed, slot, head, block, count >= 0, tile, format, cut)
+    for i in range(cut.BLOCK_ROWS // folds.BLOCK_ROWS):
+        block = part * (cut.BLOCK_ROWS // folds.BLOCK_ROWS) + i
+        codes, residuals, scale = load_packed(packed, slot, head, block, count >= 0, folds)
+        tile, factor = factored(packed, codes, residuals, scale, decay, format, folds)
+        tile = fold(multiplied(tile, factor), ring, slot, head, block, count, total, folds)
+        ones = tl.full([folds.BLOCK_ROWS], 1.0, tl.float32)
+        store_product(packed, slot, head, block, count >= 0, tile, ones, format, folds)
 
 
 @triton.jit
-def step_rounded(packed, given, row, slot, head, part, format, cut):
-    """A step of all blocks of a part, each rounded and stored."""
-    # Asked for first, since its way is the longest.
-    codes, scale = load_packed(packed, slot, head, part * cut.BLOCKS, slot >= 0, cut)
-    q, k, log_decay, beta = load_vectors(given, row, head, cut)
-    both = tl.sum(k * q, 0)
-    q, k, decay = q[None, :], k[None, :], tl.exp(log_decay)
-    for i in range(cut.BLOCKS):
-        block = part * cut.BLOCKS + i
-        more = (i + 1 < cut.BLOCKS) & (slot >= 0)
-        next_codes, next_scale = load_packed(packed, slot, head, block + 1, more, cut)
-        value, in_values = values_of(block, cut)
-        v = load_values(given, row, head, value, in_values, cut)
-        tile, factor = factored(codes, scale, decay, format, cut)
-        update = (v - contract(tile, k) * factor) * beta
-        result = contract(tile, q) * factor + update * both
-        store_output(given, row, head, value, in_values, result, cut)
-        tile, factor = updated(tile, factor, update, k, cut)
-        store_product(packed, slot, head, block, slot >= 0, tile, factor, format, cut)
-        codes, scale = next_codes, next_scale
-
-
-@triton.jit
-def step_in_ring(packed, ring, given, row, slot, head, part, entry, total, format, cut):
-    """A step of all blocks of a part as an entry of the ring after those before it; the new sum of log decays."""
-    q, k, log_decay, beta = load_vectors(given, row, head, cut)
-    both = tl.sum(k * q, 0)
-    total += log_decay
-    decay = tl.exp(total)
-    write_entry(ring, slot, head, part, entry, k[None, :], total, cut)
-    keys, decays = read_keys(ring, slot, head, entry, total, cut)
-    entries_k = with_entries(keys, decays, k[None, :])
-    entries_q = with_entries(keys, decays, q[None, :])
-    INTEGERS: tl.constexpr = format.INTEGERS and cut.GROUP_COLS == cut.BLOCK_COLS and cut.BLOCK_COLS >= 32
-    if INTEGERS:
-        entries = beside(entries_k, entries_q)
-        if ring.DECAYS == 1:
-            digits, weights = digits_of(k, q)
-            weights *= decay
+def products_with(packed, codes, residuals, scale, decay, vectors, columns, format, cut):
+    """(codes + residuals / 14) * scale * decay times k and times q, [BLOCK_ROWS] each, and the sums of even and of odd
+    columns [BLOCK_ROWS, 8]."""
+    if format.INTEGERS and cut.GROUP_COLS == cut.BLOCK_COLS and cut.BLOCK_COLS >= 32:
+        factor = of_rows(scale, cut)
+        if decay.shape[1] == 1:
+            factor *= tl.reshape(decay, [1])
+            k, q = vectors.k, vectors.q
         else:
             all_decays = tl.reshape(decay, [cut.BLOCK_COLS])
-            digits, weights = digits_of(k * all_decays, q * all_decays)
-    for i in tl.range(cut.BLOCKS, num_stages=cut.STAGES):
-        block = part * cut.BLOCKS + i
-        value, in_values = values_of(block, cut)
-        updates = read_updates(ring, slot, head, block, entry, cut)
-        if INTEGERS:
-            codes = load_integers(packed, slot, head, block, slot >= 0, cut)
-            scale = of_rows(load_scales(packed, slot, head, block, slot >= 0, cut), cut)
-            of_codes = products(codes, digits, weights) * scale[:, None]
-            known, result = sums(of_codes + tl.dot(updates, entries, input_precision=PRECISION))
-        else:
-            codes, scale = load_packed(packed, slot, head, block, slot >= 0, cut)
-            tile, factor = factored(codes, scale, decay, format, cut)
-            known = contract(tile, k[None, :]) * factor + tl.sum(updates * entries_k[None, :], 1)
-            result = contract(tile, q[None, :]) * factor + tl.sum(updates * entries_q[None, :], 1)
-        v = load_values(given, row, head, value, in_values, cut)
-        update = (v - known) * beta
-        store_output(given, row, head, value, in_values, result + update * both, cut)
-        write_update(ring, slot, head, block, entry, update, cut)
-    tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
+            k, q = vectors.k * all_decays, vectors.q * all_decays
+        digits, weights = digits_of(k, q, vectors.most_k, vectors.most_q)
+        of_codes = products(codes.to(tl.int8, bitcast=True), digits, weights)
+        if packed.residuals is not None:
+            of_codes += products(residuals, digits, weights * (1.0 / RESIDUALS))
+        known, result = sums(of_codes * factor[:, None] + columns)
+    else:
+        tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
+        known, result = sums(columns)
+        known += contract(tile, vectors.k[None, :]) * factor
+        result += contract(tile, vectors.q[None, :]) * factor
+    return known, result
+
+
+@triton.jit
+def step_rounded(packed, given, loaded, own, row, slot, head, part, format, cut):
+    """A step of a block of each head of a program, rounded and stored."""
+    codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
+    vectors = vectors_of(loaded, given)
+    for i in tl.static_range(cut.SHARED):
+        if i > 0:
+            own = load_own(given, row, head + i, part, cut)
+            codes, residuals, scale = load_packed(packed, slot, head + i, part, slot >= 0, cut)
+        v, log_decay, beta = own_of(own, given)
+        decay = tl.exp(log_decay)
+        nothing = tl.zeros([cut.BLOCK_ROWS, 8], tl.float32)
+        known, result = products_with(packed, codes, residuals, scale, decay, vectors, nothing, format, cut)
+        update = (rotated(v, packed.ROTATION) - known) * beta
+        store_output(given, row, head + i, part, rotated(result + update * vectors.both, packed.ROTATION), cut)
+        tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
+        tile, factor = updated(tile, factor, update, vectors.k[None, :], cut)
+        store_product(packed, slot, head + i, part, slot >= 0, tile, factor, format, cut)
+
+
+@triton.jit
+def step_in_ring(packed, ring, given, loaded, own, entries, row, slot, head, part, entry, total, format, cut):
+    """A step of a block as an entry of the ring after those before it; the new sum of log decays."""
+    codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
+    sums_of_entries, updates = load_own_entries(ring, slot, head, part, entry, cut)
+    vectors = vectors_of(loaded, given)
+    v, log_decay, beta = own_of(own, given)
+    total += log_decay
+    k, q = vectors.k[None, :], vectors.q[None, :]
+    write_entry(ring, slot, head, part, entry, k, total, cut)
+    decays = decays_since(sums_of_entries, total)
+    keys = entries.to(tl.float32)
+    columns = beside(with_entries(keys, decays, k), with_entries(keys, decays, q))
+    columns = of_updates(updates, columns, tl.zeros([cut.BLOCK_ROWS, 8], tl.float32))
+    known, result = products_with(packed, codes, residuals, scale, tl.exp(total), vectors, columns, format, cut)
+    update = (rotated(v, packed.ROTATION) - known) * beta
+    store_output(given, row, head, part, rotated(result + update * vectors.both, packed.ROTATION), cut)
+    write_update(ring, slot, head, part, entry, update, cut)
     return total
 
 
 @triton.jit
-def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.constexpr, format, cut):
+def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.constexpr, folds, format, cut):
     """TOKENS steps of the state of each request, one after the other. Without a ring the state is rounded and stored by
     each; with one they are entries of it, which COMMIT counts."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
+    row = request * TOKENS
+    # All is asked for before anything is waited for.
+    loaded, own = load_keys(given, row, head, cut), load_own(given, row, head, part, cut)
     slot, exists = slot_of(packed.slots, request)
     if exists:
         if ring.keys is None:
-            step_rounded(packed, given, request, slot, head, part, format, cut)
+            step_rounded(packed, given, loaded, own, row, slot, head, part, format, cut)
         else:
             count = tl.minimum(read_count(ring, slot, head, part, exists, cut), ring.LENGTH - ring.DRAFTS)
-            total = total_of(ring, slot, head, count, cut)
-            for token in tl.static_range(TOKENS):
-                row = request * TOKENS + token
-                total = step_in_ring(packed, ring, given, row, slot, head, part, count + token, total, format, cut)
+            entries = load_entries(ring, slot, head, count, cut)
+            for i in tl.static_range(cut.SHARED):
+                total = total_of(ring, slot, head + i, count, cut)
+                for token in tl.static_range(TOKENS):
+                    if i + token > 0:
+                        own = load_own(given, row + token, head + i, part, cut)
+                        if TOKENS > 1:
+                            loaded = load_keys(given, row + token, head, cut)
+                            entries = load_entries(ring, slot, head, count + token, cut)
+                    at = row + token, slot, head + i, part, count + token
+                    total = step_in_ring(packed, ring, given, loaded, own, entries, *at, total, format, cut)
+                    tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
             if COMMIT:
                 count += TOKENS
-                if count + ring.DRAFTS > ring.LENGTH:
-                    settle(packed, ring, slot, head, part, count, format, cut)
-                    count = count * 0
-                write_count(ring, slot, head, part, count, cut)
+                full = count + ring.DRAFTS > ring.LENGTH
+                for i in range(cut.SHARED):
+                    if full:
+                        settle(packed, ring, slot, head + i, part, count, format, cut, folds)
+                    write_count(ring, slot, head + i, part, tl.where(full, 0, count), cut)
     else:
         for token in tl.static_range(TOKENS):
-            for i in range(cut.BLOCKS):
-                value, in_values = values_of(part * cut.BLOCKS + i, cut)
+            for i in tl.static_range(cut.SHARED):
                 nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
-                store_output(given, request * TOKENS + token, head, value, in_values, nothing, cut)
+                store_output(given, row + token, head + i, part, nothing, cut)
 
 
 @triton.jit
 def commit_kernel(packed, ring, accepted, FLUSH: tl.constexpr, format, cut):
     """Counts the accepted entries; rounds the state where too few are left free, or wherever there are any (FLUSH)."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     slot, exists = slot_of(packed.slots, request)
     if exists:
         count = read_count(ring, slot, head, part, exists, cut)
@@ -165,7 +178,7 @@ def commit_kernel(packed, ring, accepted, FLUSH: tl.constexpr, format, cut):
         if FLUSH:
             full = count > 0
         if full:
-            settle(packed, ring, slot, head, part, count, format, cut)
+            settle(packed, ring, slot, head, part, count, format, cut, cut)
             count = count * 0
         write_count(ring, slot, head, part, count, cut)
 
@@ -248,9 +261,9 @@ def decode_packed(
     check_shape(op, "the state indices", slots, (given.qkv.data.shape[0] // tokens,))
     if given.qkv.data.shape[0] % tokens:
         raise ValueError(f"{op}: mixed_qkv must have verify={tokens} rows a request, got {given.qkv.data.shape[0]}")
-    constants = tokens, state.ring is not None and verify is None
+    constants = tokens, state.ring is not None and verify is None, bound.launch.cut
     arguments = bound.packed, bound.ring, given, *constants
-    cut = merged(bound.launch.cut, slots.shape[0], bound.launch.programs)
+    cut = joined(bound.launch.cut, slots.shape[0], bound.launch.programs, given.step.GROUP.value)
     launch = bound.launch._replace(cut=cut)
     run(decode_packed_kernel, slots.shape[0], launch, state.codes.device, *arguments, fusion=True)
 

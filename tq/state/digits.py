@@ -1,7 +1,8 @@
 """Products of codes with k and q in integers: exact sums of what tensor cores multiply, and no code becomes a number.
 
-A vector is m (d0 / 127 + d1 / (127 * 254) + ...) for its largest magnitude m and four digits of a byte, 2^-31 of m
-beyond which nothing is left; int32 holds the sums of 128 * 127 times up to 2^17 codes.
+A vector is m (d0 / 127 + d1 / (127 * 254) + ...) for a bound m of its magnitudes and four digits of a byte, 2^-31 of m
+beyond which nothing is left. The bound is its length, which is there anyway. int32 holds the sums of
+128 * 127 times up to 2^17 codes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ def nearest(x):
 
 
 @triton.jit
-def split_digits(vector):
-    """(four digits [keys, 4], m) of [keys]; m is NaN if anything in the vector is none or infinite."""
-    most = tl.maximum(tl.max(tl.abs(vector), 0), 1e-30)
+def split_digits(vector, most):
+    """Four digits [keys, 2, 2] of [keys], of which no magnitude is above `most`."""
     rest = vector * (TOP / most)
     first = nearest(rest)
     rest = (rest - first) * BASE
@@ -30,20 +30,19 @@ def split_digits(vector):
     rest = (rest - second) * BASE
     third = nearest(rest)
     fourth = nearest((rest - third) * BASE)
-    digits = tl.join(tl.join(first, third), tl.join(second, fourth))
-    return tl.reshape(digits, [vector.shape[0], 4]), most + tl.sum(vector * 0.0, 0)
+    return tl.join(tl.join(first, third), tl.join(second, fourth))
 
 
 @triton.jit
-def digits_of(k, q):
-    """(digits [keys, 8], weights [1, 8]) of k and q [keys]: digit i of k in column 2 i, that of q beside it."""
-    of_k, most_k = split_digits(k)
-    of_q, most_q = split_digits(q)
-    digits = tl.reshape(tl.join(of_k, of_q), [k.shape[0], 8]).to(tl.int32).to(tl.int8)
+def digits_of(k, q, most_k, most_q):
+    """(digits [keys, 8], weights [1, 8]) of k and q [keys], which are no larger than these: digit i of k in column 2 i,
+    that of q beside it. Weights are NaN where a bound is."""
+    digits = tl.reshape(tl.join(split_digits(k, most_k), split_digits(q, most_q)), [k.shape[0], 8])
     column = tl.arange(0, 8)[None, :]
     low = tl.where(column < 6, 1.0 / 64516.0, 1.0 / 16387064.0)
     weight = tl.where(column < 4, tl.where(column < 2, 1.0, 1.0 / 254.0), low)
-    return digits, weight * (tl.where(column % 2 == 0, most_k, most_q) * (1.0 / TOP))
+    weights = weight * (tl.where(column % 2 == 0, most_k, most_q) * (1.0 / TOP))
+    return digits.to(tl.int32).to(tl.int8), weights
 
 
 @triton.jit

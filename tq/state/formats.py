@@ -41,7 +41,6 @@ class DeviceFormat(NamedTuple):
     restore: Any
     pack: Any = None
     unpack: Any = None
-    unpack_words: Any = None
     round: Any = None
     INTEGERS: tl.constexpr = tl.constexpr(False)
 
@@ -55,8 +54,8 @@ class Format:
     restore(value of a code, scale, element) -> value of the state, with the sign of the element even if it is zero.
 
     pack(value) -> byte and unpack(byte) -> value are the code's own for values that a scale has brought into range;
-    None: its encoder. unpack_native: the same as unpack, where the target has the conversion. unpack_words: the same
-    for words of four bytes; None: there is nothing to gain by it. round(value) -> value of the code; None: by the byte.
+    None: its encoder. unpack_native: the same as unpack, where the target has the conversion. round(value) -> value of
+    the code; None: by the byte. integers: the bytes are the values, in two's complement.
     """
 
     name: str
@@ -66,17 +65,16 @@ class Format:
     pack: Any = None
     unpack: Any = None
     unpack_native: Any = None
-    unpack_words: Any = None
     round: Any = None
+    integers: bool = False
 
     def device(self, target: Target) -> DeviceFormat:
         code = self.code.device(target)
         native = self.unpack_native is not None and self.code.name in target.native_codes
         unpack = self.unpack_native if native else self.unpack
         bytewise = self.pack or code.encode, unpack or code.decode
-        integers = self.unpack_words is not None and (target.name == "interpreter" or target.name.startswith("sm_"))
-        rest = self.unpack_words, self.round, tl.constexpr(integers)
-        return DeviceFormat(code, self.scale, self.restore, *bytewise, *rest)
+        integers = self.integers and (target.name == "interpreter" or target.name.startswith("sm_"))
+        return DeviceFormat(code, self.scale, self.restore, *bytewise, self.round, tl.constexpr(integers))
 
 
 @triton.jit
@@ -127,26 +125,30 @@ def round_int8(value):
 @triton.jit
 def unpack_int8(byte):
     """The value of a byte of two's complement. With its sign bit flipped, it is the low byte of 2^23 + 128 + value."""
-    return ((byte ^ 0x80).to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-
-
-@triton.jit
-def unpack_int8_words(word):
-    """`unpack_int8` of words [rows, n] as [rows, 4 n]: a word costs a shift, four logical operations and four sums.
-
-    The second and fourth byte stay a byte higher: there they count whole numbers from 2^15 on.
-    """
-    # Zero, but no compiler knows: one operation takes a word, one known number and one unknown number, but not two
-    # known ones.
-    unknown = tl.program_id(1)
-    low, high = unknown + 0x4B000080, unknown + 0x47008000
-    upper = word >> 16
-    first = ((word & 0xFF) ^ low).to(tl.float32, bitcast=True) - 8388736.0
-    second = ((word & 0xFF00) ^ high).to(tl.float32, bitcast=True) - 32896.0
-    third = ((upper & 0xFF) ^ low).to(tl.float32, bitcast=True) - 8388736.0
-    fourth = ((upper & 0xFF00) ^ high).to(tl.float32, bitcast=True) - 32896.0
-    values = tl.join(tl.join(first, third), tl.join(second, fourth))
-    return tl.reshape(values, [word.shape[0], 4 * word.shape[1]])
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(8, 0):
+        # Of four bytes in a word each is put in place by one instruction, with no shift before it.
+        value = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 word, first, second, third, fourth;
+            xor.b32 word, $4, 0x80808080;
+            prmt.b32 first, word, 0x4B000000, 0x7650;
+            prmt.b32 second, word, 0x4B000000, 0x7651;
+            prmt.b32 third, word, 0x4B000000, 0x7652;
+            prmt.b32 fourth, word, 0x4B000000, 0x7653;
+            add.f32 $0, first, 0fCB000080;
+            add.f32 $1, second, 0fCB000080;
+            add.f32 $2, third, 0fCB000080;
+            add.f32 $3, fourth, 0fCB000080;
+            }""",
+            "=f,=f,=f,=f,r",
+            [byte],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        value = ((byte ^ 0x80).to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    return value
 
 
 @triton.jit
@@ -159,7 +161,7 @@ INT8_BYTES = {
     "round": round_int8,
     "pack": pack_int8,
     "unpack": unpack_int8,
-    "unpack_words": unpack_int8_words,
+    "integers": True,
 }
 # ModelOpt scales by 127 / amax in the narrow range and in the full one; there -128 is a code that no value reaches.
 FORMATS = {
@@ -178,13 +180,18 @@ def larger(x, y):
 
 
 @triton.jit
-def largest_magnitude(tile):
-    """max |x| of [groups, rows of a group, groups, columns of a group], in [groups, 1, groups, 1]; NaN if any is."""
+def largest_magnitude(tile, AXIS: tl.constexpr):
+    """max |x| along an axis, which is kept; NaN if any is."""
     if INTERPRETED:  # whose maximum skips NaN; as integers, every NaN is above infinity
         bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        return tl.max(tl.max(bits, 3, keep_dims=True), 1, keep_dims=True).to(tl.float32, bitcast=True)
-    magnitude = tl.abs(tile)
-    return tl.reduce(tl.reduce(magnitude, 3, larger, keep_dims=True), 1, larger, keep_dims=True)
+        return tl.max(bits, AXIS, keep_dims=True).to(tl.float32, bitcast=True)
+    return tl.reduce(tl.abs(tile), AXIS, larger, keep_dims=True)
+
+
+@triton.jit
+def largest_of_groups(groups):
+    """max |x| of [groups, rows of a group, groups, columns of a group], in [groups, 1, groups, 1]; NaN if any is."""
+    return largest_magnitude(largest_magnitude(groups, 3), 1)
 
 
 @triton.jit
@@ -194,7 +201,7 @@ def fit(tile, format):
 
     They are 0 and 1 where amax <= 2^-24, and 0 and NaN where an element is NaN or infinite.
     """
-    amax = largest_magnitude(tile)
+    amax = largest_of_groups(tile)
     usable = (amax > 5.9604644775390625e-08) & (amax < float("inf"))
     scale = format.scale(tl.where(usable, amax, 1.0), format.code.MAX)
     otherwise = tl.where(amax < 1.0, 1.0, float("nan"))

@@ -19,18 +19,19 @@ from tq.state.bind import (
     bind_states,
     check_shape,
     check_tensor,
+    padded,
     run,
 )
 from tq.state.cache import (
     Place,
+    begin,
     elements_of,
     find_head,
     is_first,
-    part_of,
     slot_of,
 )
-from tq.state.formats import FORMATS, GRANULARITIES
-from tq.state.packing import DevicePacked, factored, load_packed, multiplied, store_packed
+from tq.state.formats import GRANULARITIES
+from tq.state.packing import DevicePacked, factored, load_packed, multiplied, rotated, store_packed
 from tq.state.qdq import move_kernel
 from tq.state.ring import NO_RING, DeviceRing, Ring, bind_ring, fold, read_count, total_of, write_count
 
@@ -40,18 +41,23 @@ CODES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class PackedState:
-    """state = codes * scales (+ the steps in the ring).
+    """state = H (codes + residuals / 14) * scales (+ the steps in the ring).
 
     codes [S, heads, values, keys] int8 or float8_e4m3fn; scales [S, heads, groups of values, groups of keys] fp32, one
     for the channels that share it by `granularity` (names as in `qdq_`); heads dense, slots at any distance, so that
     all of a slot may be views of one page. ring: the steps since the state was last rounded, None where each step
-    rounds it.
+    rounds it. residuals [S, heads, values, keys / 2] uint8: what rounding to int8 codes left, rounded to -7 to 7 of 14
+    parts of a code, four bits each, those of even keys below; None: lost. hadamard: value channels that the orthonormal
+    matrix H mixes, a power of two dividing them all; 0: H = 1. Outliers of a value channel are spread by it, and so is
+    a NaN.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     granularity: str = "value_channel"
     ring: Ring | None = None
+    residuals: torch.Tensor | None = None
+    hadamard: int = 0
 
     @classmethod
     def zeros(
@@ -65,18 +71,24 @@ class PackedState:
         granularity: str = "value_channel",
         device: torch.device | str | None = None,
         ring: Ring | None = None,
+        residual: bool = False,
+        hadamard: int = 0,
     ) -> PackedState:
-        """A new cache of states that are zero. Raises ValueError for names that are none."""
+        """A new cache of states that are zero. residual: with residuals. Raises ValueError for names that are none."""
         check_choice("PackedState.zeros", "code", code, tuple(CODES))
         check_choice("PackedState.zeros", "granularity", granularity, tuple(GRANULARITIES))
         codes = torch.zeros(slots, heads, values, keys, dtype=CODES[code], device=device)
         shape = scales_shape(codes, granularity)
-        return cls(codes, torch.zeros(shape, dtype=torch.float32, device=device), granularity, ring)
+        scales = torch.zeros(shape, dtype=torch.float32, device=device)
+        halves = (slots, heads, values, keys // 2)
+        residuals = torch.zeros(halves, dtype=torch.uint8, device=device) if residual else None
+        return cls(codes, scales, granularity, ring, residuals, hadamard)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that a slot holds, slots first."""
-        return (self.codes, self.scales, *(self.ring.tensors if self.ring is not None else ()))
+        residuals = () if self.residuals is None else (self.residuals,)
+        return (self.codes, self.scales, *residuals, *(() if self.ring is None else self.ring.tensors))
 
     @property
     def slot_bytes(self) -> int:
@@ -102,14 +114,14 @@ class Bound(NamedTuple):
 @triton.jit
 def pack_kernel(source, packed, ring, format, cut):
     """packed = source, with nothing in the ring."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     read, present = find_head(source, request, head, cut)
     slot, wanted = slot_of(packed.slots, request)
     if wanted:
         at, inside = elements_of(part, present, cut)
         tile = tl.load(read + at, mask=inside, other=0.0).to(tl.float32)
         if is_first(packed, request):
-            store_packed(packed, slot, head, part, wanted, tile, format, cut)
+            store_packed(packed, slot, head, part, wanted, rotated(tile, packed.ROTATION), format, cut)
             if ring.keys is not None:
                 write_count(ring, slot, head, part, 0, cut)
 
@@ -117,20 +129,21 @@ def pack_kernel(source, packed, ring, format, cut):
 @triton.jit
 def unpack_kernel(packed, ring, target, format, cut):
     """target = packed and the steps in the ring, zeros where there is none."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     slot, present = slot_of(packed.slots, request)
     write, wanted = find_head(target, request, head, cut)
-    codes, scale = load_packed(packed, slot, head, part, present, cut)
+    codes, residuals, scale = load_packed(packed, slot, head, part, present, cut)
     if ring.keys is None:
-        tile, factor = factored(codes, scale, tl.full([1, 1], 1.0, tl.float32), format, cut)
+        tile, factor = factored(packed, codes, residuals, scale, tl.full([1, 1], 1.0, tl.float32), format, cut)
         tile = multiplied(tile, factor)
     else:
         count = read_count(ring, slot, head, part, present, cut)
         total = total_of(ring, slot, head, count, cut)
-        tile, factor = factored(codes, scale, tl.exp(total), format, cut)
+        tile, factor = factored(packed, codes, residuals, scale, tl.exp(total), format, cut)
         tile = fold(multiplied(tile, factor), ring, slot, head, part, count, total, cut)
     dtype: tl.constexpr = target.data.dtype.element_ty
     at, inside = elements_of(part, wanted, cut)
+    tile = rotated(tile, packed.ROTATION)
     tl.store(write + at, round_to(tile, dtype).to(dtype), mask=inside)
 
 
@@ -208,10 +221,23 @@ def copy_(
     return state
 
 
-def in_words(codes: torch.Tensor, code: str) -> bool:
-    """Whether kernels have a use for words of four codes, and all are aligned."""
-    aligned = codes.data_ptr() % 4 == 0 and codes.stride(0) % 4 == 0 and codes.shape[3] % 4 == 0
-    return aligned and FORMATS[code].unpack_words is not None
+def bind_residuals(op: str, state: PackedState) -> tuple[torch.Tensor | None, int]:
+    """Checks the options of a packed state; (residuals, elements between slots)."""
+    values, keys = state.codes.shape[2:]
+    size = state.hadamard
+    if not isinstance(size, int) or size < 0 or size & (size - 1) or (size and values % size):
+        raise ValueError(f"{op}: hadamard must be 0 or a power of two that divides {values} values, got {size!r}")
+    if state.residuals is None:
+        return None, 0
+    if state.codes.dtype != torch.int8:
+        raise NotImplementedError(
+            f"{op}: residuals must be of int8 codes, got {state.codes.dtype}, whose steps differ; leave them out"
+        )
+    if keys % 2:
+        raise ValueError(f"{op}: keys must be even where states have residuals, got {keys}")
+    place = bind_states(op, "residuals", state.residuals, state.codes.device, (torch.uint8,))
+    check_shape(op, "residuals", state.residuals, (*state.codes.shape[:3], keys // 2))
+    return place.data, place.stride
 
 
 def bind_packed(
@@ -233,8 +259,11 @@ def bind_packed(
     scales: Place = bind_states(op, "scales", state.scales, state.codes.device, (torch.float32,))
     check_shape(op, "scales", state.scales, scales_shape(state.codes, state.granularity))
     place = bind_slots(op, codes, slots, null_slot, has_initial_state, num_accepted_tokens, name)
+    residuals = bind_residuals(op, state)
     shape = bind.packed_tuning if state.ring is None else bind.ring_tuning
+    # All channels that are mixed are of one block.
+    shape = shape._replace(part=max(shape.part, state.hadamard * padded(state.codes.shape[3])))
     launch = bind_format(op, place, code, state.granularity, "value_first", shape=shape)
-    words = constant(in_words(codes.data, code))
-    packed = DevicePacked(codes.data, codes.stride, scales.data, scales.stride, place.slots, words)
+    planes = codes.data, codes.stride, scales.data, scales.stride, *residuals
+    packed = DevicePacked(*planes, place.slots, constant(max(state.hadamard, 1).bit_length() - 1))
     return Bound(packed, NO_RING if state.ring is None else bind_ring(op, state.ring, state.codes), launch)

@@ -11,20 +11,26 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tq.kernels.device import reciprocal
 from tq.state.cache import Slots, as_block, as_groups, elements_of
-from tq.state.formats import fit, invert, largest_magnitude
+from tq.state.formats import fit, invert, largest_magnitude, largest_of_groups
+
+# Residuals are -7 to 7 of so many parts of a code, which is half a code at most.
+RESIDUALS = tl.constexpr(14.0)
 
 
 class DevicePacked(NamedTuple):
-    """A packed state as a kernel takes it: bytes and scales, the elements between slots, and the slots meant. WORDS:
-    codes are loaded in words of four, which format and alignment must allow."""
+    """A packed state as a kernel takes it: bytes and scales, residuals or None, the elements between slots, and the
+    slots meant. ROTATION: log2 of the value channels that a Hadamard matrix mixes."""
 
     codes: Any
     codes_stride: int
     scales: Any
     scales_stride: int
+    residuals: Any
+    residuals_stride: int
     slots: Slots
-    WORDS: tl.constexpr
+    ROTATION: tl.constexpr
 
 
 @triton.jit
@@ -54,19 +60,32 @@ def head_of_codes(packed, slot, head, cut):
 
 
 @triton.jit
+def head_of_residuals(packed, slot, head, cut):
+    """Address of the residuals of a head."""
+    return packed.residuals + (slot * packed.residuals_stride + head * (cut.ROWS * cut.COLS // 2))
+
+
+@triton.jit
+def pairs_of(block, exists, cut):
+    """As `elements_of`, of pairs of neighbouring columns, [BLOCK_ROWS, BLOCK_COLS / 2]."""
+    row = (block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
+    pair = tl.arange(0, cut.BLOCK_COLS // 2)[None, :]
+    return row * (cut.COLS // 2) + pair, (row < exists.to(tl.int32) * cut.ROWS) & (pair < cut.COLS // 2)
+
+
+@triton.jit
 def load_packed(packed, slot, head, block, exists, cut):
-    """(codes [BLOCK_ROWS, BLOCK_COLS], or words of four, scales [groups, 1, groups, 1]) of a block; zeros of none."""
-    start = head_of_codes(packed, slot, head, cut)
-    if packed.WORDS:
-        row = (block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
-        word = tl.arange(0, cut.BLOCK_COLS // 4)[None, :]
-        words: tl.constexpr = cut.COLS // 4
-        inside = (row < exists.to(tl.int32) * cut.ROWS) & (word < words)
-        codes = tl.load(start.to(tl.pointer_type(tl.int32)) + row * words + word, mask=inside, other=0)
-    else:
-        at, inside = elements_of(block, exists, cut)
-        codes = tl.load(start + at, mask=inside, other=0)
-    return codes, load_scales(packed, slot, head, block, exists, cut)
+    """(codes [BLOCK_ROWS, BLOCK_COLS], residuals as int8, scales [groups, 1, groups, 1]) of a block; zeros of none.
+    Codes again for residuals where there are none."""
+    at, inside = elements_of(block, exists, cut)
+    codes = tl.load(head_of_codes(packed, slot, head, cut) + at, mask=inside, other=0)
+    residuals = codes
+    if packed.residuals is not None:
+        at, inside = pairs_of(block, exists, cut)
+        pair = tl.load(head_of_residuals(packed, slot, head, cut) + at, mask=inside, other=0)
+        first, second = (pair << 4).to(tl.int8, bitcast=True) >> 4, pair.to(tl.int8, bitcast=True) >> 4
+        residuals = tl.reshape(tl.join(first, second), [cut.BLOCK_ROWS, cut.BLOCK_COLS])
+    return codes, residuals, load_scales(packed, slot, head, block, exists, cut)
 
 
 @triton.jit
@@ -77,29 +96,16 @@ def load_scales(packed, slot, head, block, exists, cut):
 
 
 @triton.jit
-def load_integers(packed, slot, head, block, exists, cut):
-    """Codes [BLOCK_ROWS, BLOCK_COLS] as int8, of a block; zeros of none."""
+def store_scaled(packed, slot, head, block, exists, scaled, to_state, format, cut):
+    """Codes of elements divided by their scales, what rounding left, and the scales [groups, 1, groups, 1]."""
     at, inside = elements_of(block, exists, cut)
-    start = head_of_codes(packed, slot, head, cut).to(tl.pointer_type(tl.int8))
-    return tl.load(start + at, mask=inside, other=0)
-
-
-@triton.jit
-def numbers_of(codes, format):
-    """Loaded codes -> their values in fp32, [BLOCK_ROWS, BLOCK_COLS]."""
-    if codes.dtype == tl.int32:
-        values = format.unpack_words(codes)
-    else:
-        values = format.unpack(codes)
-    return values
-
-
-@triton.jit
-def store_groups(packed, slot, head, block, exists, groups, to_codes, to_state, format, cut):
-    """Codes round(groups * to_codes) and scales to_state, of a block's groups [groups, rows, groups, columns]."""
-    codes = format.pack(as_block(groups * to_codes, cut))
-    at, inside = elements_of(block, exists, cut)
-    tl.store(head_of_codes(packed, slot, head, cut) + at, codes, mask=inside)
+    tl.store(head_of_codes(packed, slot, head, cut) + at, format.pack(scaled), mask=inside)
+    if packed.residuals is not None:
+        rest = format.round((scaled - format.round(scaled)) * RESIDUALS).to(tl.int32)
+        first, second = tl.split(tl.reshape(rest, [cut.BLOCK_ROWS, cut.BLOCK_COLS // 2, 2]))
+        at, inside = pairs_of(block, exists, cut)
+        pair = (first & 15) | ((second & 15) << 4)
+        tl.store(head_of_residuals(packed, slot, head, cut) + at, pair.to(tl.uint8), mask=inside)
     at, inside = scales_of(block, exists, cut)
     tl.store(head_of_scales(packed, slot, head, cut) + at, to_state, mask=inside)
 
@@ -109,25 +115,33 @@ def store_packed(packed, slot, head, block, exists, tile, format, cut):
     """A tile of whole groups, rounded once, with the scale of `qdq_`."""
     groups = as_groups(tile, cut)
     scale, back = fit(groups, format)
-    store_groups(packed, slot, head, block, exists, groups, scale, invert(back), format, cut)
+    store_scaled(packed, slot, head, block, exists, as_block(groups * scale, cut), invert(back), format, cut)
+
+
+@triton.jit
+def fit_product(amax, factor, format):
+    """As `fit`, of groups whose largest magnitude is amax * factor: (what amax is divided by, the state's scale). They
+    are within some units in the last place of those of `fit`, and cost a third."""
+    known = amax * factor
+    usable = (known > 5.9604644775390625e-08) & (known < float("inf"))
+    most: tl.constexpr = format.code.MAX
+    scale = tl.where(usable, most * reciprocal(amax), 0.0)
+    return scale, tl.where(usable, known * (1.0 / most), tl.where(known < 1.0, 1.0, float("nan")))
 
 
 @triton.jit
 def store_product(packed, slot, head, block, exists, tile, factor, format, cut):
     """As `store_packed` of tile * factor, the factors [BLOCK_ROWS] positive where rows have scales of their own, and 1
-    elsewhere. Its scales are within some units in the last place of those; they cost a third."""
-    groups = as_groups(tile, cut)
-    amax = largest_magnitude(groups)
-    if cut.GROUP_ROWS == 1:
-        factor = tl.reshape(factor, [cut.BLOCK_ROWS, 1, 1, 1])
+    elsewhere."""
+    if cut.GROUP_ROWS == 1 and cut.GROUP_COLS == cut.BLOCK_COLS:
+        amax = tl.reshape(largest_magnitude(tile, 1), [cut.BLOCK_ROWS])
+        scale, back = fit_product(amax, factor, format)
+        scaled, back = tile * scale[:, None], tl.reshape(back, [cut.BLOCK_ROWS, 1, 1, 1])
     else:
-        factor = 1.0
-    known = amax * factor
-    usable = (known > 5.9604644775390625e-08) & (known < float("inf"))
-    most: tl.constexpr = format.code.MAX
-    scale = tl.where(usable, most / amax, 0.0)
-    back = tl.where(usable, known * (1.0 / most), tl.where(known < 1.0, 1.0, float("nan")))
-    store_groups(packed, slot, head, block, exists, groups, scale, back, format, cut)
+        groups = as_groups(tile, cut)
+        scale, back = fit_product(largest_of_groups(groups), 1.0, format)
+        scaled = as_block(groups * scale, cut)
+    store_scaled(packed, slot, head, block, exists, scaled, back, format, cut)
 
 
 @triton.jit
@@ -148,10 +162,12 @@ def of_keys(scale, vector, cut):
 
 
 @triton.jit
-def factored(codes, scale, decay, format, cut):
-    """codes * scale * decay, for decay [1, 1 or BLOCK_COLS], as (tile [BLOCK_ROWS, BLOCK_COLS], factor [BLOCK_ROWS])
-    whose product it is."""
-    values = numbers_of(codes, format)
+def factored(packed, codes, residuals, scale, decay, format, cut):
+    """(codes + residuals / 14) * scale * decay, for decay [1, 1 or BLOCK_COLS], as (tile [BLOCK_ROWS, BLOCK_COLS],
+    factor [BLOCK_ROWS]) whose product it is."""
+    values = format.unpack(codes)
+    if packed.residuals is not None:
+        values += residuals.to(tl.float32) * (1.0 / RESIDUALS)
     if cut.GROUP_COLS == cut.BLOCK_COLS:
         factor = of_rows(scale, cut)
         if decay.shape[1] == 1:
@@ -162,6 +178,26 @@ def factored(codes, scale, decay, format, cut):
         values *= of_keys(scale, decay, cut)
         factor = tl.full([cut.BLOCK_ROWS], 1.0, tl.float32)
     return values, factor
+
+
+@triton.jit
+def butterfly(x, HALF: tl.constexpr):
+    """a + b and a - b in place of the rows a and b that lie HALF apart, of [rows] or [rows, columns]."""
+    width: tl.constexpr = HALF * (x.numel // x.shape[0])
+    pairs = tl.reshape(x, [x.shape[0] // (2 * HALF), 2, width])
+    first, second = tl.split(tl.permute(pairs, [0, 2, 1]))
+    pairs = tl.permute(tl.join(first + second, first - second), [0, 2, 1])
+    return tl.reshape(pairs, x.shape)
+
+
+@triton.jit
+def rotated(x, ROTATION: tl.constexpr):
+    """H x for the orthonormal Hadamard matrix H of each 2^ROTATION rows, its own inverse."""
+    for stage in tl.static_range(ROTATION):
+        x = butterfly(x, 1 << stage)
+    if ROTATION > 0:
+        x *= 2.0 ** (-0.5 * ROTATION)
+    return x
 
 
 @triton.jit
@@ -195,7 +231,7 @@ def updated(tile, factor, update, k, cut):
         # nothing at all, is held where both the quotient and its inverse are numbers: what is left of the old row is
         # less than half a unit of any code.
         factor = tl.maximum(tl.maximum(factor, tl.abs(update) * 8.673617379884035e-19), 7.888609052210118e-31)
-        tile += (update / factor)[:, None] * k
+        tile += (update * reciprocal(factor))[:, None] * k
     else:
         tile = multiplied(tile, factor) + update[:, None] * k
         factor = tl.full([cut.BLOCK_ROWS], 1.0, tl.float32)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tq.kernels.device import round_to
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, run
-from tq.state.cache import Place, as_block, as_groups, elements_of, find_head, is_first, part_of
+from tq.state.cache import Place, as_block, as_groups, begin, elements_of, find_head, is_first
 from tq.state.formats import fit, round_groups
 
 
@@ -37,7 +37,7 @@ def moved(tile, dtype: tl.constexpr, target_dtype: tl.constexpr, format, cut):
 @triton.jit
 def move_kernel(source, target, format, cut):
     """target = qdq(source), zeros where the source has none."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     read, present = find_head(source, request, head, cut)
     write, wanted = find_head(target, request, head, cut)
     source_dtype: tl.constexpr = source.data.dtype.element_ty

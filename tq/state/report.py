@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tq.kernels.device import round_to
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, run
-from tq.state.cache import NOWHERE, as_block, as_groups, elements_of, find_head, part_of
+from tq.state.cache import NOWHERE, as_block, as_groups, begin, elements_of, find_head
 from tq.state.formats import fit, round_groups
 from tq.state.qdq import check_code
 
@@ -26,7 +26,7 @@ def total(tile):
 @triton.jit
 def check_kernel(state, quantized, report, format, cut):
     """One row of `report` (fp32 [B, heads, len(REPORT)]) by one program, zeros for a request without a state."""
-    request, head, part = part_of(cut)
+    request, head, part = begin(cut)
     read, present = find_head(state, request, head, cut)
     at, inside = elements_of(part, present, cut)
     dtype: tl.constexpr = state.data.dtype.element_ty

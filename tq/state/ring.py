@@ -104,16 +104,15 @@ def values_of(block, cut):
 def read_count(ring, slot, head, part, exists, cut):
     """Entries in use, int32; 0 of a state that does not exist. That of the first of the part's value channels, whose
     counts are all the same."""
-    at = ring.counts + (slot * ring.counts_stride + head * cut.ROWS) + part * (cut.BLOCKS * cut.BLOCK_ROWS)
+    at = ring.counts + (slot * ring.counts_stride + head * cut.ROWS) + part * cut.BLOCK_ROWS
     return tl.minimum(tl.load(at, mask=exists, other=0).to(tl.int32), ring.LENGTH)
 
 
 @triton.jit
 def write_count(ring, slot, head, part, count, cut):
-    value = part * (cut.BLOCKS * cut.BLOCK_ROWS) + tl.arange(0, cut.BLOCKS * cut.BLOCK_ROWS)
+    value, inside = values_of(part, cut)
     at = ring.counts + (slot * ring.counts_stride + head * cut.ROWS) + value
-    counts = (tl.zeros([cut.BLOCKS * cut.BLOCK_ROWS], tl.int32) + count).to(tl.uint8)
-    tl.store(at, counts, mask=value < cut.ROWS)
+    tl.store(at, (tl.zeros([cut.BLOCK_ROWS], tl.int32) + count).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -173,21 +172,33 @@ def write_update(ring, slot, head, block, entry, update, cut):
 
 
 @triton.jit
-def read_keys(ring, slot, head, count, total, cut):
-    """(k_i [PADDED, BLOCK_COLS], exp(total - G_i) [PADDED, 1 or BLOCK_COLS]) of the entries in use, zeros of others."""
+def load_entries(ring, slot, head, count, cut):
+    """k_i [PADDED, BLOCK_COLS] of the entries in use, zeros of others, in their dtype."""
+    entry, key = tl.arange(0, ring.PADDED)[:, None], tl.arange(0, cut.BLOCK_COLS)[None, :]
+    at = entry_of_keys(ring, slot, head, entry, cut) + key
+    return tl.load(at, mask=(entry < count) & (key < cut.COLS), other=0.0)
+
+
+@triton.jit
+def load_own_entries(ring, slot, head, block, count, cut):
+    """(G_i [PADDED, 1] or [PADDED, BLOCK_COLS], u_i [BLOCK_ROWS, PADDED] of a block) of the entries in use, zeros of
+    others, in their dtypes."""
     entry = tl.arange(0, ring.PADDED)
     if ring.DECAYS == 1:
         sums = tl.load(entry_of_decays(ring, slot, head, entry), mask=entry < count, other=0.0)[:, None]
-        entry = entry[:, None]
     else:
-        entry = entry[:, None]
         channel, inside = decays_of(ring, cut)
-        at = entry_of_decays(ring, slot, head, entry) + channel
-        sums = tl.load(at, mask=(entry < count) & inside, other=0.0)
-    used = entry < count
-    key = tl.arange(0, cut.BLOCK_COLS)[None, :]
-    keys = tl.load(entry_of_keys(ring, slot, head, entry, cut) + key, mask=used & (key < cut.COLS), other=0.0)
-    return keys.to(tl.float32), tl.exp(total - sums)
+        at = entry_of_decays(ring, slot, head, entry[:, None]) + channel
+        sums = tl.load(at, mask=(entry[:, None] < count) & inside, other=0.0)
+    value, inside = values_of(block, cut)
+    at = entry_of_updates(ring, slot, head, entry[None, :], cut) + value[:, None]
+    return sums, tl.load(at, mask=(entry[None, :] < count) & inside[:, None], other=0.0)
+
+
+@triton.jit
+def decays_since(sums, total):
+    """exp(total - G_i)"""
+    return tl.exp(total - sums)
 
 
 @triton.jit
@@ -201,20 +212,26 @@ def with_entries(keys, decays, vector):
 
 
 @triton.jit
-def read_updates(ring, slot, head, block, count, cut):
-    """u_i [BLOCK_ROWS, PADDED] of a block and of the entries in use, zeros of others."""
-    entry = tl.arange(0, ring.PADDED)[None, :]
-    value, inside = values_of(block, cut)
-    at = entry_of_updates(ring, slot, head, entry, cut) + value[:, None]
-    return tl.load(at, mask=(entry < count) & inside[:, None], other=0.0).to(tl.float32)
+def of_updates(updates, values, tile):
+    """tile + updates [rows, entries] values [entries, columns], fp32 but for the order of sums."""
+    if updates.dtype == tl.bfloat16 and not INTERPRETED:
+        # Of six products of parts three are left, as one factor has but one part.
+        first = values.to(tl.bfloat16)
+        rest = values - first.to(tl.float32)
+        second = rest.to(tl.bfloat16)
+        third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+        tile = tl.dot(updates, first, tl.dot(updates, second, tl.dot(updates, third, tile)))
+    else:
+        tile = tl.dot(updates.to(tl.float32), values, tile, input_precision=PRECISION)
+    return tile
 
 
 @triton.jit
 def fold(tile, ring, slot, head, block, count, total, cut):
     """tile + sum of u_i (exp(total - G_i) k_i)^T over the entries in use, [BLOCK_ROWS, BLOCK_COLS]."""
-    keys, decays = read_keys(ring, slot, head, count, total, cut)
-    updates = read_updates(ring, slot, head, block, count, cut)
-    return tile + tl.dot(updates, keys * decays, input_precision=PRECISION)
+    keys = load_entries(ring, slot, head, count, cut).to(tl.float32)
+    sums, updates = load_own_entries(ring, slot, head, block, count, cut)
+    return of_updates(updates, keys * decays_since(sums, total), tile)
 
 
 def bind_ring(op: str, ring: Ring, codes: torch.Tensor) -> DeviceRing:

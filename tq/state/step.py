@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tq.kernels.device import Rows, round_to
 from tq.kernels.producer import INPUT_DTYPES, constant
+from tq.kernels.target import INTERPRETED
 from tq.state.bind import bind_rows, bind_vector, check_out, check_shape, check_tensor
 
 
@@ -36,9 +37,11 @@ class KdaGates(NamedTuple):
 
 
 class Step(NamedTuple):
-    """GROUP: value heads that share a key head. NORMALIZE: q and k are divided by their norms."""
+    """load_gates and gates_of of GDN or KDA. GROUP: value heads that share a key head. NORMALIZE: q and k are divided
+    by their norms."""
 
     load_gates: Any
+    gates_of: Any
     GROUP: tl.constexpr
     NORMALIZE: tl.constexpr
 
@@ -54,60 +57,69 @@ class Activations(NamedTuple):
 
 
 @triton.jit
-def load_number(pointer):
-    return tl.load(pointer).to(tl.float32)
-
-
-@triton.jit
 def softplus(x):
     """log(1 + e^x), x itself above 20."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
 
 
 @triton.jit
-def load_gdn_gates(gates, request, head, key, mask, cut):
-    """(log decay [1, 1], beta): -exp(A_log) * softplus(a + dt_bias), sigmoid(b)."""
-    x = load_number(gates.a.data + request * gates.a.stride + head) + load_number(gates.dt_bias + head)
-    log_decay = -tl.exp(load_number(gates.A_log + head)) * softplus(x)
-    beta = tl.sigmoid(load_number(gates.b.data + request * gates.b.stride + head))
-    return tl.zeros([1, 1], tl.float32) + log_decay, beta
+def load_gdn_gates(gates, row, head, key, mask, cut):
+    """(a, dt_bias, A_log, b) of a head."""
+    a = tl.load(gates.a.data + row * gates.a.stride + head)
+    b = tl.load(gates.b.data + row * gates.b.stride + head)
+    return a, tl.load(gates.dt_bias + head), tl.load(gates.A_log + head), b
 
 
 @triton.jit
-def load_kda_gates(gates, request, head, key, mask, cut):
+def gdn_gates_of(loaded, gates):
+    """(log decay [1, 1], beta): -exp(A_log) * softplus(a + dt_bias), sigmoid(b)."""
+    a, dt_bias, rate, b = loaded
+    log_decay = -tl.exp(rate.to(tl.float32)) * softplus(a.to(tl.float32) + dt_bias.to(tl.float32))
+    return tl.zeros([1, 1], tl.float32) + log_decay, tl.sigmoid(b.to(tl.float32))
+
+
+@triton.jit
+def load_kda_gates(gates, row, head, key, mask, cut):
+    """(gate [keys], dt_bias [keys], A_log, beta) of a head."""
+    channel = head * cut.COLS + key
+    gate = tl.load(gates.gate.data + row * gates.gate.stride + channel, mask=mask, other=0.0)
+    beta = tl.load(gates.beta.data + row * gates.beta.stride + head)
+    return gate, tl.load(gates.dt_bias + channel, mask=mask, other=0.0), tl.load(gates.A_log + head), beta
+
+
+@triton.jit
+def kda_gates_of(loaded, gates):
     """(log decay [1, keys], beta): with x = gate + dt_bias, -exp(A_log) * softplus(x) or lower_bound * sigmoid(
     exp(A_log) * x); sigmoid(beta)."""
-    channel = head * cut.COLS + key
-    x = tl.load(gates.gate.data + request * gates.gate.stride + channel, mask=mask, other=0.0).to(tl.float32)
-    x += tl.load(gates.dt_bias + channel, mask=mask, other=0.0).to(tl.float32)
-    rate = tl.exp(load_number(gates.A_log + head))
+    gate, dt_bias, rate, beta = loaded
+    x = gate.to(tl.float32) + dt_bias.to(tl.float32)
+    rate = tl.exp(rate.to(tl.float32))
     if gates.lower_bound is None:
         log_decay = -rate * softplus(x)
     else:
         log_decay = tl.sigmoid(rate * x) * gates.lower_bound
-    beta = tl.sigmoid(load_number(gates.beta.data + request * gates.beta.stride + head))
-    return log_decay[None, :], beta
+    return log_decay[None, :], tl.sigmoid(beta.to(tl.float32))
 
 
 @triton.jit
-def load_step(given, row, head, cut):
-    """(q [keys], k [keys], log decay [1, 1] or [1, keys], beta) of a row, in fp32; q and k as they are."""
+def load_keys(given, row, head, cut):
+    """(q [keys], k [keys]) of a row, in their dtype."""
     key = tl.arange(0, cut.BLOCK_COLS)
     in_keys = key < cut.COLS
-    start = given.qkv.data + row * given.qkv.stride
     keys: tl.constexpr = cut.HEADS // given.step.GROUP * cut.COLS
-    channel = head // given.step.GROUP * cut.COLS + key
-    q = tl.load(start + channel, mask=in_keys, other=0.0).to(tl.float32)
-    k = tl.load(start + keys + channel, mask=in_keys, other=0.0).to(tl.float32)
-    log_decay, beta = given.step.load_gates(given.gates, row, head, key, in_keys, cut)
-    return q, k, log_decay, beta
+    at = given.qkv.data + row * given.qkv.stride + head // given.step.GROUP * cut.COLS + key
+    return tl.load(at, mask=in_keys, other=0.0), tl.load(at + keys, mask=in_keys, other=0.0)
 
 
 @triton.jit
-def load_values(given, row, head, value, in_values, cut):
-    """v [values] of a row, in fp32."""
-    start = given.qkv.data + row * given.qkv.stride + cut.HEADS // given.step.GROUP * (2 * cut.COLS)
-    return tl.load(start + head * cut.ROWS + value, mask=in_values, other=0.0).to(tl.float32)
+def load_own(given, row, head, block, cut):
+    """(v [values of a block], gates) of a head of a row, in their dtypes."""
+    key = tl.arange(0, cut.BLOCK_COLS)
+    value = block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
+    keys: tl.constexpr = cut.HEADS // given.step.GROUP * cut.COLS
+    at = given.qkv.data + row * given.qkv.stride + 2 * keys + head * cut.ROWS + value
+    v = tl.load(at, mask=value < cut.ROWS, other=0.0)
+    return v, given.step.load_gates(given.gates, row, head, key, key < cut.COLS, cut)
 
 
 @triton.jit
@@ -119,20 +131,59 @@ def norm(vector, given):
     return length
 
 
-@triton.jit
-def load_vectors(given, row, head, cut):
-    """As `load_step`, with q and k normalized and q scaled. One factor for all keys: a division of each would cost more
-    than codes do."""
-    q, k, log_decay, beta = load_step(given, row, head, cut)
-    return q * (given.scale / norm(q, given)), k * (1.0 / norm(k, given)), log_decay, beta
+class Vectors(NamedTuple):
+    """q and k of a row [keys], as they multiply a state, their product and bounds of their magnitudes."""
+
+    q: Any
+    k: Any
+    both: Any
+    most_q: Any
+    most_k: Any
 
 
 @triton.jit
-def store_output(given, row, head, value, in_values, result, cut):
-    """Outputs [values] of a row, rounded to their dtype."""
+def add_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def three_sums(x, y, z):
+    """Each summed up, in one pass through the threads; the interpreter takes a pass of Python for every element."""
+    if INTERPRETED:
+        return tl.sum(x, 0), tl.sum(y, 0), tl.sum(z, 0)
+    return tl.reduce((x, y, z), 0, add_three)
+
+
+@triton.jit
+def vectors_of(loaded, given):
+    """`load_keys` in fp32, normalized and q scaled. One factor for all keys: a division of each would cost more than
+    codes do."""
+    q, k = loaded
+    q, k = q.to(tl.float32), k.to(tl.float32)
+    of_q, of_k, both = three_sums(q * q, k * k, q * k)
+    most_q, most_k = tl.sqrt(of_q + 1e-6), tl.sqrt(of_k + 1e-6)
+    factor_q, factor_k = given.scale, 1.0
+    if given.step.NORMALIZE:
+        factor_q, factor_k = given.scale / most_q, 1.0 / most_k
+    most_q, most_k = tl.abs(factor_q) * most_q, factor_k * most_k
+    return Vectors(q * factor_q, k * factor_k, both * (factor_q * factor_k), most_q, most_k)
+
+
+@triton.jit
+def own_of(loaded, given):
+    """`load_own` in fp32: (v [values of a block], log decay [1, 1] or [1, keys], beta)."""
+    v, gates = loaded
+    log_decay, beta = given.step.gates_of(gates, given.gates)
+    return v.to(tl.float32), log_decay, beta
+
+
+@triton.jit
+def store_output(given, row, head, block, result, cut):
+    """Outputs [values] of a block of a row, rounded to their dtype."""
     dtype: tl.constexpr = given.out.dtype.element_ty
+    value = block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
     written = given.out + (row * cut.HEADS + head) * cut.ROWS + value
-    tl.store(written, round_to(result, dtype).to(dtype), mask=in_values)
+    tl.store(written, round_to(result, dtype).to(dtype), mask=value < cut.ROWS)
 
 
 def bind_gdn(
@@ -157,7 +208,7 @@ def bind_gdn(
         bind_vector(op, "dt_bias", dt_bias, heads, state),
     )
     check_out(op, out, (rows, 1, heads, values), state)
-    step = Step(load_gdn_gates, constant(group), constant(bool(normalize)))
+    step = Step(load_gdn_gates, gdn_gates_of, constant(group), constant(bool(normalize)))
     return Activations(Rows(mixed_qkv, mixed_qkv.stride(0)), gates, out, float(scale), step)
 
 
@@ -194,7 +245,7 @@ def bind_kda(
     if out is None:
         out = torch.empty((1, rows, heads, values), dtype=mixed_qkv.dtype, device=mixed_qkv.device)
     check_out(op, out, (1, rows, heads, values), state)
-    step = Step(load_kda_gates, constant(1), constant(True))
+    step = Step(load_kda_gates, kda_gates_of, constant(1), constant(True))
     scale = keys**-0.5 if scale is None else scale
     return Activations(Rows(mixed_qkv, mixed_qkv.stride(0)), gates, out, float(scale), step)
 
