@@ -20,6 +20,8 @@ NEW_TOKENS = 32
 BATCHES = (1, 64, 256)
 STEP = 512  # tokens of a step
 PROMPTS = (1, 33, 500, 1300, 7, 700)  # some go on while others decode
+EVEN = (64,) * 8  # one step
+VOCABULARY = 900  # of prompts
 CACHE = 5 << 29  # bytes
 ATTENTION = {"qwen3_next": "TRITON_ATTN", "kimi_linear": "TRITON_MLA"}
 OPTIONS: dict[str, Any] = {  # of LLM, in all engines
@@ -95,13 +97,15 @@ def start(checkpoint: Path, model: str, engine: Engine, options: dict[str, Any])
     return LLM(str(checkpoint), enforce_eager=engine.mode == "eager", **given)
 
 
-def generate(llm: Any, lengths: tuple[int, ...], new_tokens: int = NEW_TOKENS) -> tuple[float, list[Any]]:
-    """(seconds, token ids and sum of log probabilities of each prompt) of one greedy batch."""
+def generate(llm: Any, lengths: tuple[int, ...], new_tokens: int | None = None) -> tuple[float, list[Any]]:
+    """(seconds, token ids and sum of log probabilities of each prompt) of one greedy batch; NEW_TOKENS for None."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=new_tokens, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
+    count = new_tokens or NEW_TOKENS
+    sampling = SamplingParams(max_tokens=count, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
     prompts = [
-        {"prompt_token_ids": [(7 * i + j * j) % 900 + 3 for j in range(length)]} for i, length in enumerate(lengths)
+        {"prompt_token_ids": [(7 * i + j * j) % VOCABULARY + 3 for j in range(length)]}
+        for i, length in enumerate(lengths)
     ]
     begin = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -160,7 +164,7 @@ def one_engine(model: str, engine: Engine, gpu: int | None, plan: Plan, options:
     note("imported")
     llm = start(plan.folder / model, model, engine, options)
     note("started", **memory(llm, engine))
-    note("first", mixed=generate(llm, PROMPTS)[1], even=generate(llm, (64,) * 8)[1])
+    note("first", mixed=generate(llm, PROMPTS)[1], even=generate(llm, EVEN)[1])
     note("again", repeats=row["mixed"] == generate(llm, PROMPTS)[1])
     if engine.watched:
         note("watched", watched=watch(llm, engine))

@@ -74,9 +74,20 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: differs from eager steps")
         if engine.recipe in RECIPES and off and row["mixed"] == off["mixed"]:
             found.append(f"{name}: rounding makes no difference")
-        if engine.recipe == "packed" and off and off["state_slots"] > 0.35 * row["state_slots"]:
-            found.append(f"{name}: {row['state_slots']} slots, {off['state_slots']} of fp32")
+        if engine.recipe == "packed" and off:
+            found += [f"{name}: {each}" for each in too_large(row, off)]
         found += [f"{name}: {each}" for each in unseen(engine, row["watched"])] if "watched" in row else []
+    return found
+
+
+def too_large(packed: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    """Bytes and slots of packed states beside fp32 ones; slots where it is states that make pages large."""
+    found = []
+    if "state_bytes" in packed and packed["state_bytes"] > 0.3 * plain["state_bytes"]:
+        found.append(f"{packed['state_bytes']} bytes a state, {plain['state_bytes']} of fp32")
+    by_states = 2 * plain.get("state_bytes", plain["page_bytes"]) > plain["page_bytes"]
+    if by_states and plain["state_slots"] > 0.35 * packed["state_slots"]:
+        found.append(f"{packed['state_slots']} slots, {plain['state_slots']} of fp32")
     return found
 
 
