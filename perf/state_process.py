@@ -18,6 +18,7 @@ from perf.state_verdict import CODES, RECIPES, Engine
 
 NEW_TOKENS = 32
 BATCHES = (1, 64, 256)
+TURNS = 15
 STEP = 512  # tokens of a step
 PROMPTS = (1, 33, 500, 1300, 7, 700)  # some go on while others decode
 EVEN = (64,) * 8  # one step
@@ -184,16 +185,16 @@ def timed(llm: Any, engine: Engine, note: Any, path: Path, plan: Plan, gpu: int)
     while len(list(plan.folder.glob("*.ready"))) < plan.engines and time.time() < plan.turns:
         time.sleep(0.2)
     rates: dict[int, list[float]] = defaultdict(list)
-    while time.time() < plan.profile:
+    while len(rates[BATCHES[0]]) < TURNS and time.time() < plan.profile:
         with turn(lock):
-            if time.time() > plan.profile and rates:
+            if time.time() > plan.profile and rates[BATCHES[0]]:
                 break
             for batch in BATCHES:
                 seconds, _ = generate(llm, (2,) * batch)
                 rates[batch].append(batch * NEW_TOKENS / seconds)
         note(
             "turns",
-            turns=len(rates[1]),
+            turns=len(rates[BATCHES[0]]),
             tokens_per_s={batch: round(statistics.median(values)) for batch, values in rates.items()},
             spread={batch: [round(min(values)), round(max(values))] for batch, values in rates.items()},
         )

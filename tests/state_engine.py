@@ -27,7 +27,7 @@ from perf.state_watch import QWEN
 from tq.contract import packed_layers, state
 
 SIZES = {"HIDDEN": 64, "INTERMEDIATE": 64, "VOCABULARY": 128, "HEADS": 2, "WIDTH": 32}
-CASES = {"PROMPTS": (1, 9, 30, 50), "EVEN": (4,) * 2, "NEW_TOKENS": 6, "BATCHES": (1, 2), "VOCABULARY": 90}
+CASES = {"PROMPTS": (1, 9, 30, 50), "EVEN": (4,) * 2, "NEW_TOKENS": 6, "BATCHES": (1, 2), "TURNS": 1, "VOCABULARY": 90}
 OPTIONS = {
     "max_model_len": 128,
     "max_num_batched_tokens": 24,
