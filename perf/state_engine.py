@@ -176,7 +176,7 @@ def main(
             document = apart(provenance, "perf.state_engine") | {
                 "method": f"median of turns, 2 prompt and {NEW_TOKENS} new tokens, greedy, native kernels in their "
                 f"first configuration, {CACHE >> 20} MiB of cache; 4 layers, 3 of them recurrent with 32 heads of "
-                "128 x 128; gpu_us and kernels: of a decode step of 256 requests",
+                "128 x 128; step_us: of decode steps; gpu_us and kernels: what the GPU did in one of 256 requests",
             }
         document["failures"] = [
             f"{model}: {each}" for model in names for each in failures([row for row in rows if row["model"] == model])

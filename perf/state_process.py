@@ -13,7 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perf.engine_process import busy, turn
+from perf.engine_time import busy
+from perf.engine_turns import alone
+from perf.engine_turns import generate as timed_batch
 from perf.state_verdict import CODES, RECIPES, Engine
 
 NEW_TOKENS = 32
@@ -80,6 +82,15 @@ def import_vllm() -> None:
     from vllm import LLM, SamplingParams  # noqa: F401
 
 
+def split_alike(model: str) -> None:
+    """vLLM's latent attention adds over as many parts as the longest sequence may have, which is the context's length
+    while a graph is captured: with one part, graphs and eager steps add in the same order."""
+    if ATTENTION[model] == "TRITON_MLA":
+        from vllm.v1.attention.backends.mla import triton_mla
+
+        triton_mla._compute_num_kv_splits = lambda *arguments: 1
+
+
 def start(checkpoint: Path, model: str, engine: Engine, options: dict[str, Any]) -> Any:
     from vllm import LLM
 
@@ -133,7 +144,7 @@ def memory(llm: Any, engine: Engine) -> dict[str, Any]:
     found = {
         "cache_bytes": cache.kv_cache_memory_bytes, "state_slots": cache.num_gpu_blocks,
         "requests": cache.kv_cache_max_concurrency, "block_tokens": cache.block_size,
-        "page_bytes": cache.mamba_page_size_padded,
+        "page_bytes": cache.kv_cache_memory_bytes // cache.num_gpu_blocks,
     }  # fmt: skip
     if engine.gpus == 1:
         (model,) = llm.apply_model(lambda model: model)
@@ -162,6 +173,8 @@ def one_engine(model: str, engine: Engine, gpu: int | None, plan: Plan, options:
         partial.rename(path.with_name(f"{path.name}.json"))
 
     import_vllm()
+    if engine.gpus == 1:
+        split_alike(model)
     note("imported")
     llm = start(plan.folder / model, model, engine, options)
     note("started", **memory(llm, engine))
@@ -177,29 +190,33 @@ def one_engine(model: str, engine: Engine, gpu: int | None, plan: Plan, options:
 
 def timed(llm: Any, engine: Engine, note: Any, path: Path, plan: Plan, gpu: int) -> None:
     """Turns of all batches, one engine on a GPU at a time; then what the GPU does in a step, if the host allows it."""
-    lock = plan.folder / f"lock{gpu}"
+    place = plan.folder / f"gpu{gpu}"
+    place.mkdir(exist_ok=True)
     for batch in BATCHES:
-        generate(llm, (2,) * batch)
+        timed_batch(llm, batch, NEW_TOKENS, prompt_tokens=2)
     path.with_name(f"{path.name}.ready").touch()
     note("ready")
     while len(list(plan.folder.glob("*.ready"))) < plan.engines and time.time() < plan.turns:
         time.sleep(0.2)
     rates: dict[int, list[float]] = defaultdict(list)
+    steps: dict[int, list[float]] = defaultdict(list)
     while len(rates[BATCHES[0]]) < TURNS and time.time() < plan.profile:
-        with turn(lock):
+        with alone(place):
             if time.time() > plan.profile and rates[BATCHES[0]]:
                 break
             for batch in BATCHES:
-                seconds, _ = generate(llm, (2,) * batch)
-                rates[batch].append(batch * NEW_TOKENS / seconds)
+                done = timed_batch(llm, batch, NEW_TOKENS, prompt_tokens=2)
+                rates[batch].append(batch * NEW_TOKENS / done.seconds)
+                steps[batch].append(statistics.median(done.steps_us))
         note(
             "turns",
             turns=len(rates[BATCHES[0]]),
             tokens_per_s={batch: round(statistics.median(values)) for batch, values in rates.items()},
             spread={batch: [round(min(values)), round(max(values))] for batch, values in rates.items()},
+            step_us={batch: round(statistics.median(values)) for batch, values in steps.items()},
         )
     if engine.mode == "eager":
         return
-    with turn(lock):
+    with alone(place):
         if time.time() < plan.end:
-            note("profile", **busy(llm, "decode", max(BATCHES), lambda llm, batch, n: generate(llm, (2,) * batch, n)))
+            note("profile", **busy(llm, "decode", max(BATCHES), prompt_tokens=2))
