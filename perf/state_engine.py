@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -106,9 +107,15 @@ class Running:
             path, (model, engine) = self.plan.folder / f"{name}.json", name.split(".")
             row = json.loads(path.read_text()) if path.exists() else {"model": model, "engine": engine}
             if process.exitcode is not None and process.exitcode > 0:
-                row["error"] = (self.plan.folder / f"{name}.log").read_text()[-6000:]
+                row["error"] = last_error((self.plan.folder / f"{name}.log").read_text())
             rows.append(row)
         return rows
+
+
+def last_error(log: str) -> str:
+    """What was raised last, as far as a log shows it."""
+    lines = log.strip().splitlines() or ["nothing"]
+    return [lines[-1], *(line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line))][-1][:300]
 
 
 def all_engines(

@@ -58,7 +58,7 @@ FIRST = tuple(name for name, engine in ENGINES.items() if engine.mode != "defaul
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
     """What does not hold, of one model."""
-    found = [f"{row['engine']}: {row['error'].strip().splitlines()[-1]}" for row in rows if "error" in row]
+    found = [f"{row['engine']}: {row['error']}" for row in rows if "error" in row]
     found += [f"{row['engine']}: generated nothing" for row in rows if "repeats" not in row]
     by_name = {row["engine"]: row for row in rows if "repeats" in row}
     for name, row in by_name.items():
