@@ -176,7 +176,13 @@ def one_engine(model: str, engine: Engine, gpu: int | None, plan: Plan, options:
     if engine.gpus == 1:
         split_alike(model)
     note("imported")
-    llm = start(plan.folder / model, model, engine, options)
+    try:
+        llm = start(plan.folder / model, model, engine, options)
+    except ValueError as error:
+        if engine.refused is None:
+            raise
+        note("refused", refused=str(error).split("says, but ")[-1])
+        os._exit(0)
     note("started", **memory(llm, engine))
     note("first", mixed=generate(llm, PROMPTS)[1], even=generate(llm, EVEN)[1])
     note("again", repeats=row["mixed"] == generate(llm, PROMPTS)[1])
