@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from perf.engine_turns import generate
+from perf.engine_turns import PROMPT_TOKENS, generate
 
 # Steps that are looked at: after those that prompts are read in, before the first request ends.
 FIRST, STEPS, NEW_TOKENS = 12, 8, 28
@@ -28,7 +28,7 @@ def covered(spans: Iterable[tuple[float, float]], pause: float = 0.0) -> float:
     return total
 
 
-def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
+def busy(llm: Any, name: str, batch: int, prompt_tokens: int = PROMPT_TOKENS) -> dict[str, Any]:
     """How long the GPU works in a decode step, and on what, microseconds: the rest of a step is the host's.
 
     gpu_us: the time in which anything runs; span_us: pauses between kernels included. Kernels that start early
@@ -43,7 +43,7 @@ def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
             torch.cuda.synchronize()
             (profiler.start if count == FIRST else profiler.stop)()
 
-    generate(llm, batch, NEW_TOKENS, after_step=after_step)
+    generate(llm, batch, NEW_TOKENS, prompt_tokens=prompt_tokens, after_step=after_step)
     kernels: dict[str, float] = defaultdict(float)
     spans = []
     for event in profiler.events():
