@@ -266,12 +266,15 @@ def repeat_calls(monkeypatch):
         prepared = plan.fill(known, tuple(given[:count]), named)
         interpret(prepared)
         codes, *rest = launch.outputs_of(prepared)
-        repeated.extend([again] * final)
         return [codes.view(known.scheme.code.torch_dtype) if final else codes, *rest]
+
+    def of_boundary(again, given, final=False):
+        repeated.append(again)
+        return later(again, given, final)
 
     monkeypatch.setattr(launch, "launch", first)
     monkeypatch.setattr(launch, "launch_again", later)
-    monkeypatch.setattr(repeat, "launch_again", later)
+    monkeypatch.setattr(repeat, "launch_again", of_boundary)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_plans", plan.Plans())
     return repeated

@@ -9,7 +9,7 @@ import torch
 
 import tq
 from tq.bench.cases import static_inputs
-from tq.kernels import launch, plan
+from tq.kernels import again, launch, plan
 
 
 class Recorder:
@@ -40,7 +40,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(launch, "quantize_rows_kernel", standing)
     monkeypatch.setattr(launch, "check_device", lambda op, device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_plans", plan.Plans())
     return standing
 
 
@@ -87,6 +87,16 @@ def test_the_second_call_passes_its_own_addresses(recorder, producer, scheme, sh
                 assert got in mine_out
                 seen.add(got)
         assert seen == mine_out
+    first, *others = (vars(made[0]) for _, _, made in kept)
+    for fields in others:
+        assert list(fields) == list(first)
+        for name, value in first.items():
+            assert type(fields[name]) is type(value) and described(fields[name]) == described(value), name
+
+
+def described(value: Any) -> Any:
+    """What two calls of one description have in common."""
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
 
 
 def lies_in(part: torch.Tensor, whole: Any) -> bool:
@@ -112,3 +122,79 @@ def test_an_offset_view_is_passed_at_its_offset(recorder):
         x = torch.randn(8, 400)
         tq.quantize(x[2:, 16:], scheme="fp8_token")
         assert x[2:, 16:].data_ptr() in {address(value) for value in recorder.calls[-1]}
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, 2 bytes from where a vector load may begin."""
+    other = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return other.copy_(tensor)
+
+
+CHANGES = {
+    "rows": lambda x, weight, more: ((x[:4], weight), more),
+    "a leading dimension": lambda x, weight, more: ((x.view(2, 3, 384), weight), more),
+    "a stride": lambda x, weight, more: ((torch.randn(6, 400, dtype=x.dtype)[:, :384], weight), more),
+    "an address": lambda x, weight, more: ((shifted(x), weight), more),
+    "a dtype": lambda x, weight, more: ((x, weight.float()), more),
+    "a number": lambda x, weight, more: ((x, weight, 1e-5), more),
+    "an option": lambda x, weight, more: ((x, weight), {**more, "min_scale": 1e-3}),
+    "a residual": lambda x, weight, more: ((x, weight), {**more, "residual": x}),
+    "the scheme": lambda x, weight, more: ((x, weight), {**more, "scheme": "int8_token"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_that_differs_is_not_taken_for_an_earlier_one(recorder, monkeypatch, change):
+    """One after the other, with two that are alike before and after."""
+    whole_way = []
+    execute = launch.execute
+    monkeypatch.setattr(launch, "execute", lambda *given: whole_way.append(1) or execute(*given))
+    x, weight = torch.randn(6, 384).bfloat16(), torch.ones(384, dtype=torch.bfloat16)
+    same = (x, weight), {"scheme": "fp8_token"}
+    other = CHANGES[change](x, weight, same[1])
+    for count, (arguments, options) in ((1, same), (1, same), (2, other), (2, other), (2, same)):
+        tq.PRODUCERS["rms_norm"](*arguments, **options)
+        assert len(whole_way) == count
+    assert recorder.calls[1] != recorder.calls[3] or change in (
+        "a type",
+        "an address",
+        "a dtype",
+        "a leading dimension",
+    )
+
+
+@pytest.mark.parametrize("scheme", [["fp8_token"], None, "unknown"])
+def test_a_scheme_that_is_none_is_named_as_ever(recorder, scheme):
+    x = torch.randn(6, 384)
+    tq.quantize(x, scheme="fp8_token"), tq.quantize(x, scheme="fp8_token")
+    with pytest.raises((TypeError, ValueError), match="quantize: scheme"):
+        tq.quantize(x, scheme=scheme)
+
+
+class TritonsLauncher:
+    """As those of Triton: `launch` is in C."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, packs: bool = False, scratch: int = 0) -> None:
+        self.packs, self.profile_scratch_size, self.calls = packs, scratch, []
+        self.launch = lambda *given: self.calls.append(given)
+
+    def __call__(self, x, y, z, stream, function, metadata, launched, enter, leave, *arguments):
+        scratch = object() if self.profile_scratch_size else None
+        rest = (arguments,) if self.packs else arguments
+        self.launch(x, y, z, stream, function, False, True, scratch, metadata, launched, enter, leave, *rest)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("scratch", [0, 8])
+def test_what_tritons_launcher_passes_on(packs, scratch):
+    run = TritonsLauncher(packs, scratch)
+    given = [1, 2, 3, again.STREAM, 77, (4, 1, 0), None, None, None]
+    launch_it, before, packed = again.passed_on(run, given)
+    assert run.calls == [] and packed == (packs and not scratch)
+    launch_it(*[5 if value is again.STREAM else value for value in before], *([("a", "b")] if packed else ["a", "b"]))
+    (called,) = run.calls
+    run(1, 2, 3, 5, 77, (4, 1, 0), None, None, None, "a", "b")
+    assert run.calls[1][:7] == called[:7] and run.calls[1][8:] == called[8:]
+    assert (launch_it is run) == bool(scratch)

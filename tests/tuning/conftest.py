@@ -15,7 +15,7 @@ def gpu(tmp_path, monkeypatch):
     """A GPU of a name of its own, without a table, and nothing known."""
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
     monkeypatch.setattr(tables, "gpu_of", lambda device: GPU)
-    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_plans", plan.Plans())
     monkeypatch.setattr(search, "_decided", {})
     monkeypatch.setattr(tuning, "AUTOTUNE", False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a CPU build has none

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels import plan as plans
 from tq.kernels import tuning
-from tq.kernels.again import launch_again, launcher, learn
+from tq.kernels.again import launch_again, learn
+from tq.kernels.by_reference import run_reference
 from tq.kernels.cut import cut, needs_whole_row
 from tq.kernels.experts import Experts
 from tq.kernels.layouts import DeviceLayout
 from tq.kernels.plan import Plan, Prepared, fill, find_plan
 from tq.kernels.producer import Producer, as_rows
 from tq.kernels.rows import Tiling, quantize_rows_kernel
-from tq.kernels.rules import ScaleInputs
-from tq.kernels.schemes import DeviceScheme, Scheme, find_scheme
+from tq.kernels.schemes import SCHEMES, DeviceScheme, Scheme, find_scheme
 from tq.kernels.target import INTERPRETED, target_of
 
 _reference = os.environ.get("TQ_REFERENCE", "0") == "1"
@@ -110,14 +111,15 @@ def execute(
     """Runs a call and returns its plan and its outputs, in the order of `outputs_of`."""
     plan = find_plan(producer, arguments, scheme, options)
     if goes_again(plan):
+        plans._plans.remember(plan)
         tensors = (*arguments, *[options[name] for name in plan.again.names])
-        return plan, launch_again(plan.again, tensors)
+        return plan, list(launch_again(plan.again, tensors))
     prepared = fill(plan, arguments, options)
     compiled = run(prepared)
     if compiled is not None and plan.again is None:
         found = plan.launch
-        straight = launcher(compiled, found.grid, plan.device)
-        plan.again = learn(plan, straight, lambda again: kernel_arguments(again, found), arguments, options)
+        plan.again = learn(plan, compiled, found.grid, lambda again: kernel_arguments(again, found), arguments, options)
+        plans._plans.remember(plan)
     return plan, outputs_of(prepared)
 
 
@@ -163,60 +165,6 @@ def find_launch(prepared: Prepared) -> Launch:
     return Launch(quantize_rows_kernel, options, grid, plan.written_rows, scheme, layout, tiling, target.overlaps)
 
 
-def run_reference(prepared: Prepared) -> None:
-    """The outputs by torch alone."""
-    plan = prepared.plan
-    options = {k: v for k, v in prepared.options.items() if k not in plan.producer.mutates}
-    made = plan.producer.reference(*prepared.arguments, **options, precision=torch.float32)
-    exists = prepared.experts.exist(plan.rows)
-    if exists is None:
-        exists = torch.ones(plan.rows, dtype=torch.bool, device=plan.device)
-    codes, fitted = plan.scheme.reference(made.y, of_each_row(prepared))
-    codes = torch.nn.functional.pad(codes, (0, plan.codes_shape[-1] - codes.shape[-1]))
-    put(prepared.codes, codes, exists)
-    if prepared.scales is not None:
-        stored = plan.scheme.rule.reference_store(fitted[0])
-        if plan.with_offsets:
-            placed = stored.new_zeros(plan.scale_rows, stored.shape[-1])
-            placed[prepared.experts.scale_rows(plan.rows)[exists]] = stored[exists]
-            plan.layout.pack(placed, prepared.scales)
-        elif not plan.parts:
-            plan.layout.pack(stored, prepared.scales)
-        else:
-            groups = plan.layout.padded_groups(stored.shape[-1])
-            padded = torch.nn.functional.pad(stored, (0, groups - stored.shape[-1]))
-            used = exists.unsqueeze(-1).expand_as(padded).to(padded.dtype)
-            each = (tensor.unflatten(0, (plan.parts, plan.tokens)) for tensor in (padded, used))
-            for scales, *of_expert in zip(prepared.scales, *each, strict=True):
-                size = plan.tokens, stored.shape[-1], scales.dtype, scales.device
-                packed, written = (plan.layout.allocate(*size) for _ in of_expert)
-                for tensor, out in zip(of_expert, (packed, written), strict=True):
-                    plan.layout.pack(tensor, out)
-                scales.copy_(torch.where(written != 0, packed, scales))
-    if prepared.zero_points is not None:
-        put(prepared.zero_points, fitted[1].int(), exists)
-    for side, value in zip(prepared.bound.side_outputs, made.side_outputs, strict=True):
-        put(side, value, exists)
-    if prepared.unquantized is not None:
-        put(prepared.unquantized, made.y, exists)
-
-
-def of_each_row(prepared: Prepared) -> ScaleInputs:
-    """The inputs with the given numbers of each row's expert, where experts have their own."""
-    inputs = prepared.inputs
-    if not prepared.plan.per_expert.value:
-        return inputs
-    expert = prepared.experts.of_rows(prepared.plan.rows)
-    given = {name: getattr(inputs, name).reshape(-1)[expert] for name in prepared.plan.scheme.rule.needs}
-    return inputs._replace(**given)
-
-
-def put(out: torch.Tensor, value: torch.Tensor, exists: torch.Tensor) -> None:
-    """out = value in the rows that exist."""
-    rows = exists.view(*out.shape[:-1], 1)
-    out.copy_(torch.where(rows, value.to(out.dtype).view(out.shape), out))
-
-
 def call(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Any:
     """producer(*arguments) quantized by `scheme`: a QuantizedActivation; a tuple of it and the side outputs, if there
     are any, and y.
@@ -241,8 +189,31 @@ def call(producer: Producer, arguments: tuple, scheme: str, options: dict[str, A
 
         outputs = call_op(producer, arguments, scheme, options)
         return assemble(producer, arguments, find_scheme(producer.name, scheme), outputs, options)
+    for plan in plans._plans.recent.get(producer, ()):
+        given = plan.again.match(arguments, options)
+        if given is not None and plan.scheme.name == scheme and SCHEMES[scheme] is plan.scheme and repeats(plan):
+            return assemble_again(plan, launch_again(plan.again, given, final=True), options)
     plan, outputs = execute(producer, arguments, scheme, options)
     return assemble(producer, arguments, plan.scheme, outputs, options)
+
+
+def assemble_again(plan: Plan, outputs: Sequence[torch.Tensor], options: dict[str, Any]) -> Any:
+    """What `call` returns, of the outputs of `Again.run_final`."""
+    scheme, count = plan.scheme, 1
+    scale, zero_point = options.get("scale"), options.get("zero_point")
+    if scheme.dynamic:
+        scale, zero_point, count = outputs[1], None, 2
+        if scheme.rule.zero_point:
+            zero_point, count = outputs[2], 3
+    # As `QuantizedActivation(...)` would, which sets the fields of a frozen class one by one: as long as two launches.
+    activation = object.__new__(QuantizedActivation)
+    fields = activation.__dict__
+    fields.update(plan.again.fields)
+    fields["data"], fields["scale"], fields["zero_point"] = outputs[0], scale, zero_point
+    fields["global_scale_inv"] = options.get("global_scale_inv")
+    if plan.experts:
+        fields["experts"] = Experts._make(map(options.get, Experts._fields))
+    return (activation, *outputs[count:]) if len(outputs) > count else activation
 
 
 def outputs_of(prepared: Prepared) -> list[torch.Tensor]:

@@ -23,8 +23,27 @@ from tq.kernels.rules import ScaleInputs
 from tq.kernels.schemes import SCHEMES, Scheme, find_scheme
 
 MAX_PLANS = 8192  # one for each shape seen; a few hundred bytes each
+MAX_RECENT = 8  # of a producer, which are compared with one after the other
 
-_plans: dict[tuple, Plan] = {}
+
+class Plans(dict[tuple, "Plan"]):
+    """Plans by description. recent: by producer, those of its last calls that can be launched again, the last first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: dict[Producer, list[Plan]] = {}
+
+    def clear(self) -> None:
+        super().clear()
+        self.recent.clear()
+
+    def remember(self, plan: Plan) -> None:
+        """Makes it the most recent one of its producer."""
+        others = [each for each in self.recent.get(plan.producer, ()) if each is not plan]
+        self.recent[plan.producer] = [plan, *others[: MAX_RECENT - 1]]
+
+
+_plans = Plans()
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels.launch import call
 from tq.kernels.producer import Bound, Producer, register_producer
 from tq.kernels.producers import activations
 from tq.kernels.producers.quantize import followed_by_quantizer
@@ -55,4 +56,5 @@ def fatrelu_mul(
     common to all producers are those of `tq.kernels.launch.call`.
     Source: vLLM 0.33 `_C.fatrelu_and_mul`, for which a NaN gate is 0, followed by the quantizer.
     """
-    return FATRELU_MUL(x, scheme=scheme, threshold=threshold, rounding=rounding, **options)
+    options |= {"threshold": threshold, "rounding": rounding}
+    return call(FATRELU_MUL, (x,), scheme, options)

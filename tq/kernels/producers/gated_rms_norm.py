@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tq.activation import QuantizedActivation
 from tq.kernels.device import Rows, load_narrow, load_rows, round_to, widen
+from tq.kernels.launch import call
 from tq.kernels.producer import (
     Bound,
     Producer,
@@ -201,15 +202,10 @@ def gated_rms_norm(
     Source: vLLM 0.33 RMSNormGated (`forward_static`, all in fp32, rounded once; `fla_rms_norm_gated` on a GPU),
     followed by the quantizer.
     """
-    return GATED_RMS_NORM(
-        x,
-        gate,
-        weight,
-        eps,
-        scheme=scheme,
-        group_size=group_size,
-        norm_before_gate=norm_before_gate,
-        activation=activation,
-        rounding=rounding,
-        **options,
-    )
+    options |= {
+        "group_size": group_size,
+        "norm_before_gate": norm_before_gate,
+        "activation": activation,
+        "rounding": rounding,
+    }
+    return call(GATED_RMS_NORM, (x, gate, weight, eps), scheme, options)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels.launch import call
 from tq.kernels.producer import Bound, Producer, check_choice, register_producer
 from tq.kernels.producers import activations
 from tq.kernels.producers.quantize import followed_by_quantizer
@@ -46,4 +47,5 @@ def gelu(
     `tq.kernels.launch.call`.
     Source: torch's `gelu`, which vLLM 0.33 calls, followed by vLLM's quantizer.
     """
-    return GELU(x, scheme=scheme, approximate=approximate, rounding=rounding, **options)
+    options |= {"approximate": approximate, "rounding": rounding}
+    return call(GELU, (x,), scheme, options)

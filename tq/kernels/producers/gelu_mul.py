@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels.launch import call
 from tq.kernels.producer import Bound, Producer, check_choice, register_producer
 from tq.kernels.producers import activations
 from tq.kernels.producers.quantize import followed_by_quantizer
@@ -52,4 +53,5 @@ def gelu_mul(
     Source: vLLM 0.33 `_C.gelu_and_mul` and `_C.gelu_tanh_and_mul` followed by the quantizer. That of tanh takes 1 +
     tanh of what is almost -1: below about -3 this form is nearer to the formula, by less than 2^-23 * |g|.
     """
-    return GELU_MUL(x, scheme=scheme, approximate=approximate, rounding=rounding, **options)
+    options |= {"approximate": approximate, "rounding": rounding}
+    return call(GELU_MUL, (x,), scheme, options)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels.launch import call
 from tq.kernels.producer import Bound, Producer, register_producer
 from tq.kernels.producers import norms
 from tq.kernels.producers.quantize import followed_by_quantizer
@@ -66,14 +67,10 @@ def gemma_rms_norm(
     Source: vLLM 0.33 GemmaRMSNorm (its `rms_norm` and `fused_add_rms_norm` with the fp32 weight 1 + weight; the norm is
     of the fp32 sum), followed by the quantizer.
     """
-    return GEMMA_RMS_NORM(
-        x,
-        weight,
-        eps,
-        scheme=scheme,
-        residual=residual,
-        residual_out=residual_out,
-        rounding=rounding,
-        round_residual=round_residual,
-        **options,
-    )
+    options |= {
+        "residual": residual,
+        "residual_out": residual_out,
+        "rounding": rounding,
+        "round_residual": round_residual,
+    }
+    return call(GEMMA_RMS_NORM, (x, weight, eps), scheme, options)

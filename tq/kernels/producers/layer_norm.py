@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels.launch import call
 from tq.kernels.producer import Bound, Producer, register_producer
 from tq.kernels.producers import norms
 from tq.kernels.producers.quantize import followed_by_quantizer
@@ -76,15 +77,11 @@ def layer_norm(
     Source: torch's `layer_norm`, which vLLM 0.33 calls, after an addition where there is a residual, followed by vLLM's
     quantizer.
     """
-    return LAYER_NORM(
-        x,
-        weight,
-        eps,
-        scheme=scheme,
-        bias=bias,
-        residual=residual,
-        residual_out=residual_out,
-        rounding=rounding,
-        round_residual=round_residual,
-        **options,
-    )
+    options |= {
+        "bias": bias,
+        "residual": residual,
+        "residual_out": residual_out,
+        "rounding": rounding,
+        "round_residual": round_residual,
+    }
+    return call(LAYER_NORM, (x, weight, eps), scheme, options)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tq.activation import QuantizedActivation
 from tq.kernels.device import Rows, load_rows, load_vector, round_to, widen
+from tq.kernels.launch import call
 from tq.kernels.producer import (
     INPUT_DTYPES,
     Bound,
@@ -282,16 +283,5 @@ def qk_norm_rope(
     options and errors common to all producers are those of `tq.kernels.launch.call`.
     Source: vLLM 0.33 `_C.fused_qk_norm_rope` (all in fp32, rounded once), followed by the quantizer.
     """
-    return QK_NORM_ROPE(
-        x,
-        q_weight,
-        k_weight,
-        positions,
-        cos_sin_cache,
-        eps,
-        scheme=scheme,
-        q_heads=q_heads,
-        interleaved=interleaved,
-        rounding=rounding,
-        **options,
-    )
+    options |= {"q_heads": q_heads, "interleaved": interleaved, "rounding": rounding}
+    return call(QK_NORM_ROPE, (x, q_weight, k_weight, positions, cos_sin_cache, eps), scheme, options)

@@ -8,6 +8,7 @@ import torch
 
 from tq.activation import QuantizedActivation
 from tq.kernels.device import load_x
+from tq.kernels.launch import call
 from tq.kernels.producer import Producer, Reference, Replaced, register_producer
 from tq.kernels.schemes import Scheme
 
@@ -36,4 +37,4 @@ def quantize(x: torch.Tensor, *, scheme: str, **options: Any) -> QuantizedActiva
     `_C.dynamic_per_token_scaled_fp8_quant` (fp8_token) and `_C.per_token_group_fp8_quant` (fp8_group128), except that
     NaN keeps a NaN code and an infinite amax counts as FLT_MAX.
     """
-    return QUANTIZE(x, scheme=scheme, **options)
+    return call(QUANTIZE, (x,), scheme, options)

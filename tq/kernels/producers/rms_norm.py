@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels.launch import call
 from tq.kernels.producer import Bound, Producer, Replaced, register_producer
 from tq.kernels.producers import norms
 from tq.kernels.rules import AMAX_MULTIPLYING
@@ -87,14 +88,10 @@ def rms_norm(
     (fp8_token), `_C.rms_norm_per_block_quant` (fp8_group64, fp8_group128); elsewhere the plain norm followed by the
     quantizer.
     """
-    return RMS_NORM(
-        x,
-        weight,
-        eps,
-        scheme=scheme,
-        residual=residual,
-        residual_out=residual_out,
-        rounding=rounding,
-        round_residual=round_residual,
-        **options,
-    )
+    options |= {
+        "residual": residual,
+        "residual_out": residual_out,
+        "rounding": rounding,
+        "round_residual": round_residual,
+    }
+    return call(RMS_NORM, (x, weight, eps), scheme, options)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels.launch import call
 from tq.kernels.producer import Bound, Producer, register_producer
 from tq.kernels.producers import activations
 from tq.kernels.producers.quantize import followed_by_quantizer
@@ -39,4 +40,5 @@ def silu(x: torch.Tensor, *, scheme: str, rounding: str | None = None, **options
     Source: torch's `silu`, which vLLM 0.33 calls, followed by vLLM's quantizer; the exponential may differ in its last
     bits.
     """
-    return SILU(x, scheme=scheme, rounding=rounding, **options)
+    options |= {"rounding": rounding}
+    return call(SILU, (x,), scheme, options)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tq.activation import QuantizedActivation
+from tq.kernels.launch import call
 from tq.kernels.producer import Bound, Producer, Replaced, register_producer
 from tq.kernels.producers import activations
 from tq.kernels.producers.quantize import followed_by_quantizer
@@ -54,4 +55,5 @@ def silu_mul(x: torch.Tensor, *, scheme: str, rounding: str | None = None, **opt
     Source: vLLM 0.33 `_C.silu_and_mul_quant` (fp8_tensor), `_C.silu_and_mul_per_block_quant` (fp8_group64,
     fp8_group128), elsewhere `_C.silu_and_mul` followed by the quantizer; the exponential may differ in its last bits.
     """
-    return SILU_MUL(x, scheme=scheme, rounding=rounding, **options)
+    options |= {"rounding": rounding}
+    return call(SILU_MUL, (x,), scheme, options)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tq.activation import QuantizedActivation
 from tq.kernels.device import Rows, load_rows, widen
+from tq.kernels.launch import call
 from tq.kernels.producer import Bound, Producer, Reference, as_rows, constant, register_producer
 from tq.kernels.producers import activations
 from tq.kernels.producers.activations import multiply, sigmoid
@@ -119,4 +120,5 @@ def swiglu_oai(
     alpha that is not finite; options and errors common to all producers are those of `tq.kernels.launch.call`.
     Source: vLLM 0.33 `_C.swigluoai_and_mul`, which multiplies before it divides, followed by the quantizer.
     """
-    return SWIGLU_OAI(x, scheme=scheme, limit=limit, alpha=alpha, interleaved=interleaved, rounding=rounding, **options)
+    options |= {"limit": limit, "alpha": alpha, "interleaved": interleaved, "rounding": rounding}
+    return call(SWIGLU_OAI, (x,), scheme, options)
