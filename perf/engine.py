@@ -68,6 +68,18 @@ def merged(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in held if (row.get("checkpoint"), row.get("mode")) not in now and "mode" in row] + rows
 
 
+def methods(path: Path, wanted: list[str], backend: str) -> dict[str, str]:
+    """How each mode was measured, those that are in the file and not measured now included."""
+    held = json.loads(path.read_text())["method"] if path.exists() else {}
+    now = {
+        mode: f"quartiles of turns of {PROMPT_TOKENS} prompt and {count} new tokens, greedy, TRITON_ATTN, linear "
+        f"backend {backend}; the GPU's time of 8 decode steps"
+        for mode, count in NEW_TOKENS.items()
+        if mode in wanted
+    }
+    return {**held, **now}
+
+
 def main(
     schemes: Annotated[list[str] | None, typer.Argument()] = None,
     modes: str = "eager,lora,compiled",
@@ -96,11 +108,8 @@ def main(
         write_adapter(folder / scheme / "adapter", shape)
         write_checkpoint(folder / scheme, scheme, shape, "cuda")
     torch.cuda.empty_cache()
-    document = provenance("perf.engine") | {
-        "method": f"quartiles of turns, {PROMPT_TOKENS} prompt tokens, new ones "
-        f"{', '.join(f'{count} {mode}' for mode, count in NEW_TOKENS.items())}, greedy, TRITON_ATTN, "
-        f"linear backend {backend}; of rows with tq the quotients to stock's turn of the same number",
-    }
+    path = out or gpu_folder() / "engine.json"
+    document = provenance("perf.engine") | {"method": methods(path, wanted, backend)}
     failed = []
     while running:
         time.sleep(1)
@@ -115,7 +124,6 @@ def main(
                 if process.wait():
                     failed.append(engine)
                     print(f"--- {name}", *(folder / f"{name}.log").read_text().splitlines()[-25:], sep="\n", flush=True)
-        path = out or gpu_folder() / "engine.json"
         write(path, document, merged(path, rows_of(folder, schemes, shape)))
     for row in rows_of(folder, schemes, shape):
         print(json.dumps({name: value for name, value in row.items() if name != "checkpoint"}))

@@ -9,26 +9,30 @@ from typing import Any
 
 import torch
 
-from perf.engine_turns import generate
+from perf.engine_turns import PROMPT_TOKENS, generate
 
 # Steps that are looked at: after those that prompts are read in, before the first request ends.
 FIRST, STEPS, NEW_TOKENS = 12, 8, 28
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans (start, end)."""
+# Microseconds: the GPU pauses for less between kernels of a graph, and for more while the host prepares a step.
+PAUSE = 20.0
+
+
+def covered(spans: Iterable[tuple[float, float]], pause: float = 0.0) -> float:
+    """Length of the union of spans (start, end), gaps of up to `pause` filled."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
+        total += max(0.0, end - (reached if start - reached <= pause else start))
         reached = max(reached, end)
     return total
 
 
-def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
+def busy(llm: Any, name: str, batch: int, prompt_tokens: int = PROMPT_TOKENS) -> dict[str, Any]:
     """How long the GPU works in a decode step, and on what, microseconds: the rest of a step is the host's.
 
-    gpu_us: the time in which anything runs. Kernels that start early (`launch_pdl`) wait while the one before them
-    runs, so that the sum of `kernels`, the greatest, may be more.
+    gpu_us: the time in which anything runs; span_us: pauses between kernels included. Kernels that start early
+    (`launch_pdl`) wait while the one before them runs, so that the sum of `kernels`, the greatest, may be more.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -39,7 +43,7 @@ def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
             torch.cuda.synchronize()
             (profiler.start if count == FIRST else profiler.stop)()
 
-    generate(llm, batch, NEW_TOKENS, after_step=after_step)
+    generate(llm, batch, NEW_TOKENS, prompt_tokens=prompt_tokens, after_step=after_step)
     kernels: dict[str, float] = defaultdict(float)
     spans = []
     for event in profiler.events():
@@ -51,6 +55,7 @@ def busy(llm: Any, name: str, batch: int) -> dict[str, Any]:
         "busy": name,
         "batch": batch,
         "gpu_us": round(covered(spans) / STEPS, 1),
+        "span_us": round(covered(spans, PAUSE) / STEPS, 1),
         "launches": round(len(spans) / STEPS, 1),
         "kernels": {kernel: round(kernels[kernel], 1) for kernel in greatest},
     }

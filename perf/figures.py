@@ -80,25 +80,25 @@ def engine(document: dict[str, Any]) -> list[str]:
         checkpoints[row.get("checkpoint") or document["checkpoint"]].append(row)
     lines = []
     for checkpoint, rows in checkpoints.items():
-        lines += [*rates(rows), *agreement(rows), "", f"{document['method']}; {checkpoint}.", ""]
-    return [*lines[:-2], f"{lines[-2].removesuffix('.')}; tq {document['versions']['tq']}."]
+        lines += [f"{checkpoint}:", "", *rates(rows), *agreement(rows), ""]
+    methods = "; ".join(f"{mode}: {method}" for mode, method in document["method"].items())
+    return [*lines, f"{methods}. tq {document['versions']['tq']}."]
 
 
 def rates(rows: list[dict[str, Any]]) -> list[str]:
-    """A table of tokens per second."""
-    rates = {(row["engine"], row["batch"]): row for row in rows if "tokens_per_s" in row}
-    lines = ["| whole engine, new tokens/s | batch | vLLM | vLLM with tq |", "|---|---|---|---|"]
+    """A table of tokens per second, and of the part of a step that the host does not hold."""
+    rates = {(row["engine"], row["batch"]): row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
+    gpu = {(row["busy"], row["batch"]): row["gpu_us"] for row in rows if "busy" in row}
+    lines = [
+        "| engine | batch | new tokens/s, vLLM | vLLM with tq | GPU in a decode step, us, vLLM | vLLM with tq |",
+        "|---|---|---|---|---|---|",
+    ]
     for mode in ("eager", "compiled"):
         for batch in sorted({batch for _, batch in rates}):
-            cells = []
-            for name in ("stock", "tq"):
-                row = rates.get((f"{mode}_{name}", batch))
-                if row is None:
-                    break
-                low, high = row["quartiles"][::2] if "quartiles" in row else (None, None)
-                spread = f"{low} to {high}" if low else f"± {row['spread']}"
-                cells.append(f"{row['tokens_per_s']} ({spread})")
-            else:
+            sides = [(f"{mode}_{name}", batch) for name in ("stock", "tq")]
+            if all(side in rates for side in sides):
+                cells = [f"{middle} ({low} to {high})" for low, middle, high in map(rates.get, sides)]  # type: ignore
+                cells += [str(gpu.get(side, "")) for side in sides]
                 lines.append(f"| {mode} | {batch} | {' | '.join(cells)} |")
     return lines
 

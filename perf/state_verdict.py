@@ -15,43 +15,64 @@ RECIPES = {  # rules for GDN and for KDA
 
 
 class Engine(NamedTuple):
-    """recipe: a name in RECIPES, "none", or "plugin_off". mode: "eager", "graphs" (of the kernels of eager mode, not
-    timed) or "default" (vLLM's own choice). watched: look at all states in a small cache. drafts: tokens guessed from
-    the prompt. state: dtype of the states."""
+    """recipe: a name in RECIPES, "none", or "plugin_off". mode: "eager", "graphs" (of whole decode steps, without
+    Inductor) or "default" (vLLM's own choice). drafts: tokens guessed from the prompt. state: dtype of the states.
+    gpus: tensor parallel ranks."""
 
     recipe: str
     mode: str
-    watched: bool = False
     drafts: int = 0
     state: str = "float32"
+    gpus: int = 1
 
     @property
     def name(self) -> str:
-        parts = [self.recipe, self.mode, "watched" * self.watched, f"drafts{self.drafts}" * (self.drafts > 0)]
-        return "-".join(part for part in [*parts, "" if self.state == "float32" else self.state] if part)
+        parts = [
+            self.recipe, self.mode, f"drafts{self.drafts}" * (self.drafts > 0), self.state * (self.state != "float32"),
+            f"tp{self.gpus}" * (self.gpus > 1),
+        ]  # fmt: skip
+        return "-".join(filter(None, parts))
+
+    @property
+    def refused(self) -> str | None:
+        """What is said of it where it must not start: drafts with packed states, and rounding of others than fp32."""
+        if self.recipe in ("packed", "replay") and self.drafts:
+            return "disable speculative decoding"
+        return "pass --mamba-ssm-cache-dtype float32" if self.recipe in CODES and self.state != "float32" else None
+
+    @property
+    def watched(self) -> bool:
+        """Whether all its states are looked at, in one batch of prompts."""
+        return self.recipe in CODES and self.mode == "eager"
 
     @property
     def timed(self) -> bool:
-        return not self.watched and self.mode != "graphs"
+        return not self.drafts and self.gpus == 1 and self.refused is None
 
 
 ENGINES = {
     engine.name: engine
     for engine in (
-        *(
-            Engine(recipe, mode)
-            for mode in ("eager", "graphs", "default")
-            for recipe in ("plugin_off", "none", *RECIPES)
-        ),
-        Engine("plugin_off", "default", state="bfloat16"),
-        *(Engine(recipe, "eager", watched=True, drafts=drafts) for recipe in CODES for drafts in (0, 3)),
+        *(Engine(recipe, mode) for mode in ("graphs", "eager") for recipe in ("plugin_off", "none", *RECIPES)),
+        Engine("plugin_off", "graphs", state="bfloat16"),
+        *(Engine(recipe, "eager", drafts=3) for recipe in (*CODES, "packed")),
+        Engine("int8", "eager", state="bfloat16"),
+        *(Engine(recipe, "graphs", gpus=2) for recipe in ("plugin_off", "int8", "packed")),
+        *(Engine(recipe, "default") for recipe in ("plugin_off", "int8", "packed", "replay")),
     )
 }
+FIRST = tuple(name for name, engine in ENGINES.items() if engine.mode != "default" and name != "fp8-eager-drafts3")
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
     """What does not hold, of one model."""
-    found = [f"{row['engine']}: came to no end" for row in rows if "error" in row]
+    found = [f"{row['engine']}: {row['error']}" for row in rows if "error" in row]
+    for row in rows:
+        wanted = ENGINES[row["engine"]].refused
+        if "repeats" not in row and wanted is None:
+            found.append(f"{row['engine']}: generated nothing")
+        if wanted is not None and wanted not in row.get("refused", ""):
+            found.append(f"{row['engine']}: was not refused")
     by_name = {row["engine"]: row for row in rows if "repeats" in row}
     for name, row in by_name.items():
         engine = ENGINES[name]
@@ -66,9 +87,20 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: differs from eager steps")
         if engine.recipe in RECIPES and off and row["mixed"] == off["mixed"]:
             found.append(f"{name}: rounding makes no difference")
-        if engine.recipe == "packed" and off and off["state_slots"] > 0.35 * row["state_slots"]:
-            found.append(f"{name}: {row['state_slots']} slots, {off['state_slots']} of fp32")
+        if engine.recipe == "packed" and off:
+            found += [f"{name}: {each}" for each in too_large(row, off)]
         found += [f"{name}: {each}" for each in unseen(engine, row["watched"])] if "watched" in row else []
+    return found
+
+
+def too_large(packed: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    """Bytes and slots of packed states beside fp32 ones; slots where it is states that make pages large."""
+    found = []
+    if "state_bytes" in packed and packed["state_bytes"] > 0.3 * plain["state_bytes"]:
+        found.append(f"{packed['state_bytes']} bytes a state, {plain['state_bytes']} of fp32")
+    by_states = 2 * plain.get("state_bytes", plain["page_bytes"]) > plain["page_bytes"]
+    if by_states and plain["state_slots"] > 0.35 * packed["state_slots"]:
+        found.append(f"{packed['state_slots']} slots, {plain['state_slots']} of fp32")
     return found
 
 

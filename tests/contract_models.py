@@ -38,7 +38,11 @@ FAMILIES = {
     "LlamaForCausalLM": {"model_type": "llama"},
     "MistralForCausalLM": {"model_type": "mistral"},
     "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe", **EXPERTS, "num_experts": 4, "mlp_only_layers": [0]},
+    "Qwen2ForCausalLM": {"model_type": "qwen2"},
+    "Qwen3ForCausalLM": {"model_type": "qwen3"},
+    "Phi3ForCausalLM": {"model_type": "phi3", "pad_token_id": 0},
     "Gemma2ForCausalLM": {"model_type": "gemma2", **GEMMA},
+    "Gemma3ForCausalLM": {"model_type": "gemma3_text", **GEMMA},
     "Glm4ForCausalLM": {"model_type": "glm4", "attention_bias": True},
     "GraniteForCausalLM": {"model_type": "granite", "residual_multiplier": 0.5},
     "GraniteMoeHybridForCausalLM": {

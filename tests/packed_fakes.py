@@ -80,7 +80,8 @@ class QwenGatedDeltaNetAttention(Base):
         return self.run(q, k, v, g, beta, initial_state, cu_seqlens)
 
     def _warmup_prefill_kernels(self, *arguments):
-        self.seen.append("warm-up")
+        _, state_dtype = self.get_state_dtype()  # as vLLM takes them
+        self.seen.append(f"warm-up {state_dtype}")
 
     def _forward_core(self, *arguments):
         self.seen.append("plain")

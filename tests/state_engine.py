@@ -1,7 +1,7 @@
-"""Runs a small hybrid model in vLLM on a CPU, with vLLM's CUDA layer of GDN whose Triton kernels are stood in for by
-torch, and writes what came of its recurrent states to stdout as JSON.
+"""Runs engines of `perf.state_engine` on a CPU: a small hybrid model and vLLM's CUDA layer of GDN, whose Triton kernels
+are stood in for by torch. Writes rows to stdout as JSON.
 
-python tests/state_engine.py CHECKPOINT [--watch CODE]    (TQ_STATE_RECIPE names the recipe)
+python tests/state_engine.py SECONDS ENGINES
 """
 
 import json
@@ -21,10 +21,21 @@ import torch
 from torch.nn import functional
 
 import tq.contract
-from perf.state_watch import QWEN, Watch
+from perf import state_checkpoints, state_engine, state_process
+from perf.state_verdict import ENGINES, failures
+from perf.state_watch import QWEN
 from tq.contract import packed_layers, state
 
-PROMPTS, NEW_TOKENS, STEP = (1, 9, 30, 50), 6, 24
+SIZES = {"HIDDEN": 64, "INTERMEDIATE": 64, "VOCABULARY": 128, "HEADS": 2, "WIDTH": 32}
+CASES = {"PROMPTS": (1, 9, 30, 50), "EVEN": (4,) * 2, "NEW_TOKENS": 6, "BATCHES": (1, 2), "TURNS": 1, "VOCABULARY": 90}
+OPTIONS = {
+    "max_model_len": 128,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": None,
+    "gpu_memory_utilization": 0.3,
+    "attention_backend": None,
+}
 
 
 def convolve(x, history, weight):
@@ -121,44 +132,31 @@ def stand_in():
     state.platform_refusal = packed_layers.platform_refusal = lambda: None
 
 
-def generate(llm):
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
-    prompts = [{"prompt_token_ids": [(7 * i + j * j) % 90 + 3 for j in range(n)]} for i, n in enumerate(PROMPTS)]
-    outputs = [output.outputs[0] for output in llm.generate(prompts, sampling, use_tqdm=False)]
-    return [[list(output.token_ids), output.cumulative_logprob] for output in outputs]
+def change(module, values):
+    for name, value in values.items():
+        setattr(module, name, value)
 
 
-def main(checkpoint, code):
-    from vllm import LLM
+def main(seconds, engines):
+    change(state_checkpoints, SIZES)
+    change(state_process, CASES)
+    imported, started = state_process.import_vllm, state_process.start
 
-    stand_in()
-    tq.contract.register()
-    llm = LLM(
-        checkpoint,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_batched_tokens=STEP,
-        max_num_seqs=4,
-        mamba_ssm_cache_dtype="float32",
-        enable_prefix_caching=False,
-        num_gpu_blocks_override=64 if code else None,
-    )
-    cache = llm.llm_engine.vllm_config.cache_config
-    found = {"slots": cache.num_gpu_blocks, "generated": generate(llm)}
-    if code:
-        watched = Watch(code)
-        (model,) = llm.apply_model(lambda model: model)
-        with watched(model):
-            found["again"] = generate(llm)
-        found["watched"] = watched.counts
-        found["layers"] = sum(hasattr(module, "tq_state_options") for module in model.modules())
-    else:
-        found["again"] = generate(llm)
-    print("RESULT " + json.dumps(found))
+    def import_vllm():
+        imported()
+        stand_in()
+
+    def start(checkpoint, model, engine, options):
+        if engine.recipe != "plugin_off":
+            tq.contract.register()
+        return started(checkpoint, model, engine, options | {"num_gpu_blocks_override": 64 if engine.watched else None})
+
+    state_engine.import_vllm, state_process.start = import_vllm, start
+    state_process.busy = lambda *arguments: {}  # there is no GPU
+    chosen = [ENGINES[name] for name in engines.split(",")]
+    rows = state_engine.all_engines(["qwen3_next"], chosen, float(seconds), lambda rows: None, OPTIONS)
+    print("RESULT " + json.dumps({"rows": rows, "failures": failures(rows)}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[3] if len(sys.argv) > 3 else None)
+    main(*sys.argv[1:])

@@ -47,6 +47,7 @@ FUSED = {
     "LlamaForCausalLM": layer(0, *DENSE) + layer(1, *DENSE),
     "MistralForCausalLM": layer(0, *DENSE) + layer(1, *DENSE),
     "Qwen3MoeForCausalLM": layer(0, *DENSE) + layer(1, "input_layernorm"),
+    **dict.fromkeys(("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"), layer(0, *DENSE) + layer(1, *DENSE)),
     "Glm4ForCausalLM": layer(0, *DENSE) + layer(1, *DENSE),
     "GraniteForCausalLM": layer(0, *DENSE) + layer(1, *DENSE),
     "DeepseekV3ForCausalLM": layer(0, *DENSE, Q_A) + layer(1, "input_layernorm", Q_A, SHARED),
@@ -78,9 +79,10 @@ def test_reason_of_a_boundary_left_alone(explained, family, name):
 
 
 @cpu_build
+@pytest.mark.parametrize("family", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
 @pytest.mark.parametrize("producer", ["gemma_rms_norm", "gelu_mul"])
-def test_gemma_waits_for_its_producers(explained, producer):
-    boundaries = [boundary for boundary in explained[1]["Gemma2ForCausalLM"] if boundary[2] == producer]
+def test_gemma_waits_for_its_producers(explained, family, producer):
+    boundaries = [boundary for boundary in explained[1][family] if boundary[2] == producer]
     assert len(boundaries) == {"gemma_rms_norm": 4, "gelu_mul": 2}[producer]
     assert {reason is None for *_, reason in boundaries} == {producer in tq.PRODUCERS}
     names = {name.split(".", 3)[3] for name, *_ in boundaries if producer == "gemma_rms_norm"}

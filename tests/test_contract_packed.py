@@ -232,7 +232,8 @@ def test_while_vllm_profiles(make, monkeypatch, kind, found):
         layer._forward_core(1, 2, 3, 4)
     else:
         layer._forward(1, 2, 3, 4, 5)
-    assert layer.seen == ["warm-up"] * (kind == "gdn") and torch.equal(layer.pages, before)
+    assert layer.seen == ["warm-up torch.float32"] * (kind == "gdn") and torch.equal(layer.pages, before)
+    assert torch.int8 in layer.get_state_dtype()
 
 
 @pytest.mark.parametrize(

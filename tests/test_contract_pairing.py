@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from contract_fakes import (
+    Act,
     Activation,
     Attention,
     Decoder,
@@ -183,3 +184,35 @@ def test_rows_that_groups_do_not_divide_are_seen_before_the_first_call(adapter, 
     layer.mlp.down_proj.input_size_per_partition = 256
     reasons = [boundary.reason for boundary in pairing.pair_model(layer)]
     assert reasons == ["the row is not a multiple of the scale group", None, None]
+
+
+def two_layers(layer):
+    """A model of two layers of one kind."""
+    model = torch.nn.Module()
+    model.first, model.second = layer, Decoder(lambda: Linear(Key("static"), 0.5))
+    return model
+
+
+def test_an_act_made_once_for_all_layers_is_each_layers_own(layer, monkeypatch):
+    model = two_layers(layer)
+    act = model.second.mlp.act_fn = model.first.mlp.act_fn
+    for pattern, fused in (("", 2), ("first.mlp.*", 1), ("", 2)):
+        monkeypatch.setenv("TQ_DISABLE_BOUNDARIES", pattern)
+        found = {boundary.name: boundary for boundary in pairing.pair_model(model)}
+        acts = [found[f"{name}.mlp.act_fn"] for name in ("first", "second")]
+        assert sum(boundary.reason is None for boundary in acts) == fused
+        for each, boundary, scale in zip((model.first, model.second), acts, (0.25, 0.5), strict=True):
+            each.mlp.down_proj.seen.clear()
+            each.mlp(signs())
+            (given,) = each.mlp.down_proj.seen
+            assert isinstance(given, Activation) == (boundary.reason is None)
+            assert not isinstance(given, Activation) or given.scale.item() == scale
+    assert type(act) is Act and act not in (model.first.mlp.act_fn, model.second.mlp.act_fn)
+
+
+def test_a_norm_of_two_layers_is_left_alone_in_both(layer):
+    model = two_layers(layer)
+    norm = model.second.input_layernorm = model.first.input_layernorm
+    found = {boundary.name: boundary.reason for boundary in pairing.pair_model(model)}
+    assert found["first.input_layernorm"] == found["second.input_layernorm"] == "the module is shared by two parents"
+    assert type(norm) is Norm and found["first.mlp.act_fn"] is None

@@ -309,3 +309,26 @@ def test_activations_with_zero_points_lose_their_owners_all_at_once(adapter, mon
     made = state.adapter.wrap(reads, codes, scale, torch.bfloat16, codes.shape, zero)
     weak = made.weak_ref()
     assert weak.zero_point[1] is zero and weak.data[1] is codes and weak.reads is reads
+
+
+@pytest.mark.parametrize("switched_on", [False, True])
+def test_norms_stand_aside_for_a_fused_all_reduce(config, monkeypatch, switched_on):
+    from vllm.config import get_current_vllm_config
+
+    monkeypatch.setattr(get_current_vllm_config().compilation_config.pass_config, "fuse_allreduce_rms", switched_on)
+    expected = "vLLM fuses the norm with the all-reduce before it" if switched_on else None
+    assert vllm.norms_stand_aside() == expected
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_batch_invariant_mode_is_left_to_its_own_kernels(config, norm, monkeypatch, invariant):
+    from vllm.model_executor.layers.fusion import fused_act_quant
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    monkeypatch.setattr(state, "adapter", None)
+    rows = {}
+    monkeypatch.setattr(fused_act_quant, "_FUSED_ACT_QUANT", rows)
+    vllm.load_adapter()
+    assert bool(rows) != invariant
+    made = contract.rms_norm_input_quant(norm, signs(), None, consumer())
+    assert isinstance(made, torch.Tensor) == invariant

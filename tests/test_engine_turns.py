@@ -92,4 +92,5 @@ def test_spread_is_of_what_was_measured(values, expected):
 
 
 def test_time_in_which_several_kernels_run_counts_once():
-    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.0)]) == 4.0
+    spans = [(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.0), (9.0, 10.0)]
+    assert covered(spans) == 5.0 and covered(spans, 2.0) == 7.0 and covered(spans, 3.0) == 10.0

@@ -161,8 +161,8 @@ def test_heuristic_covers_every_row():
     """Whatever the hidden size, a program that must see its row does, no tile is narrower than a group."""
     for hidden_size in [1, 31, 32, 33, 128, 129, 1000, *range(128, 32769, 128)]:
         for group in (0, 32, 128):
-            for whole, few in itertools.product((True, False), repeat=2):
-                config = tuning.heuristic(hidden_size, group, whole, few)
+            for whole, few, pairs in itertools.product((True, False), repeat=3):
+                config = tuning.heuristic(hidden_size, group, whole, few, pairs)
                 for value in (config.block_m, config.block_n, config.num_warps):
                     assert value & (value - 1) == 0 and value > 0
                 assert config.block_n >= group and 1 <= config.num_warps <= 16

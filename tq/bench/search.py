@@ -35,8 +35,8 @@ MOST_IDLE = 1 / 8
 UNDER_WAY = 24 << 10  # bandwidth times latency of an H200, for each of its SMs, is about that
 NEAR = 1.1  # of the best: about as bad
 MOST_HELD = 2.0  # registers needed for each that a limit leaves: beyond, a thread waits for what it has spilled
-# The heuristic stays unless something gains more than this, and nothing may lose more at any number of tokens: what does
-# at one is not timed at the others.
+# The heuristic stays unless something gains more than this, and nothing may lose more at any number of tokens: what
+# does at one is not timed at the others.
 MARGIN = 0.01
 REPLAYS, CALLS = 5, 8  # of one time; many configurations, and those near the best differ by little
 TOKENS = (8192, 1024, 128, 16, 1)

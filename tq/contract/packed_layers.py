@@ -58,6 +58,13 @@ def gdn_layer(native: Any) -> type:
                 return self._warmup_prefill_kernels(mixed_qkv, 0)
             return gdn_core(self, native, metadata, mixed_qkv, b, a, core_attn_out)
 
+        def _warmup_prefill_kernels(self, *args: Any, **kwargs: Any) -> None:
+            self.tq_warming = self.tq_template is not None
+            try:
+                super()._warmup_prefill_kernels(*args, **kwargs)
+            finally:
+                self.tq_warming = False
+
     return PackedQwenGatedDeltaNetAttention
 
 

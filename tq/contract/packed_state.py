@@ -46,10 +46,13 @@ def packed_view(template: PackedState, tensors: Sequence[torch.Tensor]) -> Packe
 
 
 class PackedCache:
-    """Before a layer of vLLM among the bases of its packed form; where `tq_template` is None, nothing is packed."""
+    """Before a layer of vLLM among the bases of its packed form; where `tq_template` is None, nothing is packed.
+
+    tq_warming: while vLLM tries its prefill, which is given states as `unpack` makes them."""
 
     tq_template: PackedState | None = None
     tq_state: PackedState
+    tq_warming = False
 
     def get_state_shape(self) -> Any:
         shapes = super().get_state_shape()  # type: ignore[misc]
@@ -57,6 +60,8 @@ class PackedCache:
 
     def get_state_dtype(self) -> Any:
         dtypes = super().get_state_dtype()  # type: ignore[misc]
+        if self.tq_warming:
+            return dtypes[0], torch.float32
         return dtypes if self.tq_template is None else (dtypes[0], *slot_dtypes(self.tq_template))
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:

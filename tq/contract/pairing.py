@@ -6,9 +6,12 @@ import hashlib
 import inspect
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -43,13 +46,34 @@ def pair_model(model: torch.nn.Module, norms_stand_aside: str | None = None) -> 
     adapter = state.adapter
     if adapter is None:
         raise RuntimeError("pair_model: an adapter must be loaded, got none; call tq.contract.vllm.load_adapter()")
-    found = [
-        _pair(adapter, site, prefix, parent, norms_stand_aside)
-        for prefix, parent in model.named_modules()
-        for site in sites(adapter, parent)
-    ]
+    placed = [(prefix, parent, site) for prefix, parent in model.named_modules() for site in sites(adapter, parent)]
+    found = [_pair(adapter, site, prefix, parent, norms_stand_aside) for prefix, parent, site in _apart(placed)]
     boundaries.record(model, found)
     return found
+
+
+def _apart(placed: list[tuple[str, Any, Site]]) -> Iterator[tuple[str, Any, Site]]:
+    """The sites of (prefix, parent, site), each with a producer of its own.
+
+    vLLM makes some activations once for all layers: without parameters, which a copy for each layer may replace. A
+    shared producer with parameters stays as it is, everywhere.
+    """
+    owners = Counter(id(getattr(parent, site.name)) for _, parent, site in placed)
+    for prefix, parent, site in placed:
+        module = getattr(parent, site.name)
+        if owners[id(module)] > 1 and site.refusal is None:
+            if next(chain(module.parameters(), module.buffers()), None) is None:
+                setattr(parent, site.name, _copy(module))
+            else:
+                site = site._replace(refusal="the module is shared by two parents")
+        yield prefix, parent, site
+
+
+def _copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A module of the same class and settings, routed nowhere."""
+    made = copy(module)
+    unpair(made)
+    return made
 
 
 def sites(adapter: Adapter, parent: torch.nn.Module) -> Iterator[Site]:
@@ -111,8 +135,6 @@ def _pair(
         reason = norms_stand_aside
     if reason is None and producer not in tq.PRODUCERS:
         reason = f"no producer for {_class_name(module)}"
-    if reason is None and getattr(module, "tq_parent", parent) is not parent:
-        reason = "the module is shared by two parents"
     boundary.shares = tuple(named(*path) for path in site.shares)
     if linear is not None:
         boundary.kernel = implementation(linear)

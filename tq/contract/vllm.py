@@ -256,13 +256,14 @@ def _add_rows(adapter: VllmAdapter) -> None:
 
 
 def norms_stand_aside() -> str | None:
-    """Why norms must stay visible to vLLM's compiler passes in the model being loaded, or `None`."""
+    """Why norms must stay visible to vLLM's compiler passes in the model being loaded, or `None`.
+
+    No pass of the supported releases shards norms over the sequence; what models do of that is in `sites`.
+    """
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
     passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
     if getattr(passes, "fuse_allreduce_rms", False):
         return "vLLM fuses the norm with the all-reduce before it"
-    if getattr(passes, "enable_sp", False):
-        return "vLLM shards the norm over the sequence"
     return None

@@ -36,8 +36,8 @@ def cut(prepared: Prepared, whole_row: bool) -> tuple[Tiling, tuning.RowConfig]:
 
 def untuned(plan: Plan, whole_row: bool) -> tuning.RowConfig:
     """The configuration of a call that no table knows. `whole_row`: a program must see its rows entirely."""
-    few = plan.producer.parts == 2 and not plan.producer.moments and has_few(plan)
-    return tuning.heuristic(plan.data_width, least_tile(plan), whole_row, few)
+    pairs = plan.producer.parts == 2 and not plan.producer.moments
+    return tuning.heuristic(plan.data_width, least_tile(plan), whole_row, pairs and has_few(plan), pairs)
 
 
 def tuned(prepared: Prepared, whole_row: bool) -> tuning.RowConfig | None:

@@ -109,12 +109,13 @@ def interpreted(rows: int, hidden_size: int, group: int) -> RowConfig:
 
 
 @lru_cache
-def heuristic(hidden_size: int, group: int, whole_row: bool, few: bool) -> RowConfig:
-    """A configuration from the row, and from whether there are `few` of them.
+def heuristic(hidden_size: int, group: int, whole_row: bool, few: bool, pairs: bool = False) -> RowConfig:
+    """A configuration from the row, from whether there are `few` of them, and whether two elements are read for each
+    written, in `pairs`.
 
-    `few` is never set where sums are made (see `Key`). A thread takes 8 consecutive elements of a tile, a 16-byte load
-    of 16-bit inputs, so that loads and stores agree on one register layout; 4 where few rows leave most of the GPU idle
-    and two are read for each written. Found on an H200; see perf/notes.md."""
+    Neither is ever set where sums are made (see `Key`), and few only with pairs. A thread takes 8 consecutive elements
+    of a tile, a 16-byte load of 16-bit inputs, so that loads and stores agree on one register layout; 4 of pairs, where
+    few rows leave most of the GPU idle or a program sees a whole row. Found on an H200; see perf/notes.md."""
     if not whole_row:
         # Nothing is reduced over the row: 1024 elements a program, of one row or of several short ones.
         elements = 512 if few else 1024
@@ -132,7 +133,11 @@ def heuristic(hidden_size: int, group: int, whole_row: bool, few: bool) -> RowCo
     tiles = -(-hidden_size // block_n)
     if num_warps == 1:
         return RowConfig(2, block_n, tiles, 2)
-    return RowConfig(1, block_n, tiles, 2 * num_warps if few and num_warps <= 2 else num_warps)
+    if few or (pairs and num_warps >= 4):
+        num_warps = min(2 * num_warps, 16)
+        if block_n < 256 * num_warps and hidden_size % (2 * block_n) == 0:
+            block_n, tiles = 2 * block_n, tiles // 2
+    return RowConfig(1, block_n, tiles, num_warps)
 
 
 def widest_fit(hidden_size: int, most: int) -> int:

@@ -21,6 +21,13 @@ QUANTIZED = ("incoming", "outgoing")
 
 
 @triton.jit
+def once(vector):
+    """A vector as it is. Without the gather each thread would load and compute it for the columns of its elements, the
+    same in every row; with it, one does so for each element."""
+    return tl.gather(vector, tl.arange(0, vector.shape[0]), 0)
+
+
+@triton.jit
 def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
     """S = decay * S; S += beta * (v - S k) k^T; out = S q * scale. S is [values, keys]; INCOMING: rounded before, else
     after."""
@@ -34,11 +41,14 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
         v, log_decay, beta = own_of(own, given)
         q, k = loaded
         q, k = q.to(tl.float32), k.to(tl.float32)
-        q = (q / norm(q, given) * given.scale)[None, :]
-        k = (k / norm(k, given))[None, :]
+        q = once(q / norm(q, given) * given.scale)[None, :]
+        k = once(k / norm(k, given))[None, :]
+        decay = tl.exp(log_decay)
+        if decay.shape[1] > 1:
+            decay = once(tl.reshape(decay, [cut.BLOCK_COLS]))[None, :]
         if INCOMING:
             tile = round_to(qdq(tile, format, cut), dtype)
-        tile *= tl.exp(log_decay)
+        tile *= decay
         update = (v - tl.sum(tile * k, 1)) * beta
         tile += update[:, None] * k
         result = tl.sum(tile * q, 1)
