@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from perf.provenance import gpu_folder, provenance, write
@@ -67,22 +68,28 @@ def measure(case: Case, device: str) -> dict[str, Any]:
 def main(
     out: Path | None = None, producers: str = PRODUCERS, schemes: str = SCHEMES, hidden_sizes: str = "4096,14336"
 ) -> None:
-    """Measures each producer with each scheme at the first of its sizes."""
+    """Measures each producer with each scheme at those of its sizes that are asked for."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = list(map(int, hidden_sizes.split(",")))
-    rows = [
-        measure(case, device)
+    todo = [
+        case
         for case in cases((TOKENS,))
         if case.producer.name in producers.split(",")
         and case.scheme in schemes.split(",")
         and case.hidden_size in sizes
     ]
+    rows: list[dict[str, Any]] = []
     method = f"microseconds of a call on the host, {TOKENS} tokens, median of {ROUNDS - 2} rounds of {CALLS} calls"
-    write(out or gpu_folder() / "host.json", provenance("perf.host") | {"method": method}, rows)
+    console = Console()
+    try:
+        for case in track(todo, "measuring", console=console, disable=not console.is_terminal):
+            rows.append(measure(case, device))
+    finally:  # interrupted, it keeps what it has
+        write(out or gpu_folder() / "host.json", provenance("perf.host") | {"method": method}, rows)
     table = Table("producer", "scheme", "tq, us", "vLLM's op, us")
     for row in rows:
         table.add_row(row["producer"], row["scheme"], f"{row['tq']:.1f}", f"{row['vllm'] or float('nan'):.1f}")
-    Console().print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,18 @@ def test_inductor_compiles_once_for_any_number_of_tokens_above_one(monkeypatch, 
         assert not any(hasattr(each, "_dynamo_dynamic_indices") for each in prepared.arguments)
 
 
+@pytest.mark.parametrize("peer", ["inductor", "inductor_dynamic"])
+@torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2)
+def test_a_process_compiles_for_more_shapes_than_torch_does_by_default(monkeypatch, peer):
+    torch._dynamo.reset()
+    compile_by = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_by(function, backend="eager", **options))
+    for hidden_size in (64, 128, 192, 256, 320):
+        prepared = Case(tq.PRODUCERS["quantize"], (), "fp8_token", 3, hidden_size).prepare(torch.bfloat16, "cpu")
+        made = peers.PEERS[peer](prepared)
+        assert made is not None and made.outputs()[0].shape == (3, hidden_size)
+
+
 def test_what_is_not_installed_or_not_here_is_no_peer():
     prepared = Case(tq.PRODUCERS["rms_norm"], ("residual",), "fp8_tensor", 3, 256).prepare(torch.bfloat16, "cpu")
     assert peers.vllm_peer(prepared) is peers.helion_peer(prepared) is peers.flashinfer_peer(prepared) is None

@@ -189,11 +189,11 @@ def formula_of(prepared: Prepared) -> Callable[..., tuple]:
     return formula
 
 
-def compiled_peer(prepared: Prepared, compiled: Callable[..., tuple], alias: Callable[[Any], Any]) -> Peer:
-    """`compiled` on the aliases of what is given."""
+def compiled_peer(prepared: Prepared, function: Callable[..., tuple], alias: Callable[[Any], Any]) -> Peer:
+    """A compiled function on the aliases of what is given."""
     plan = prepared.plan
     options = {k: alias(v) for k, v in prepared.options.items() if k not in plan.producer.mutates}
-    call = partial(compiled, tuple(map(alias, prepared.arguments)), options, prepared.inputs)
+    call = partial(function, tuple(map(alias, prepared.arguments)), options, prepared.inputs)
 
     def outputs() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         codes, scales, side_outputs = call()
@@ -206,10 +206,15 @@ def compiled_peer(prepared: Prepared, compiled: Callable[..., tuple], alias: Cal
     return Peer(call, outputs)
 
 
+def compiled(formula: Callable[..., tuple], dynamic: bool | None) -> Callable[..., tuple]:
+    """torch.compile of it. Each case is one more specialization of the same function, in whatever process."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
+    return torch.compile(formula, dynamic=dynamic, fullgraph=True)
+
+
 def inductor_peer(prepared: Prepared) -> Peer:
     """torch.compile of the formulas, for static shapes."""
-    compiled = torch.compile(formula_of(prepared), dynamic=False, fullgraph=True)
-    return compiled_peer(prepared, compiled, lambda value: value)
+    return compiled_peer(prepared, compiled(formula_of(prepared), False), lambda value: value)
 
 
 def inductor_dynamic_peer(prepared: Prepared) -> Peer:
@@ -226,7 +231,7 @@ def inductor_dynamic_peer(prepared: Prepared) -> Peer:
             torch._dynamo.mark_dynamic(value, 0)
         return value
 
-    return compiled_peer(prepared, torch.compile(any_tokens, fullgraph=True), alias)
+    return compiled_peer(prepared, compiled(any_tokens, None), alias)
 
 
 PEERS: dict[str, Callable[[Prepared], Peer | None]] = {
