@@ -87,8 +87,6 @@ def main(
         and (not schemes or case.scheme in schemes.split(","))
     ][offset::stride]
     console = Console()
-    # Each case is one more specialization of the same function.
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
     compile_ahead(todo, console, chosen)
     document = provenance("perf.sweep") | {
         "bandwidth_bytes_per_s": measured_bandwidth(),

@@ -191,6 +191,8 @@ def formula_of(prepared: Prepared) -> Callable[..., tuple]:
 
 def compiled_peer(prepared: Prepared, compiled: Callable[..., tuple], alias: Callable[[Any], Any]) -> Peer:
     """`compiled` on the aliases of what is given."""
+    # Each case is one more specialization of the same function.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 20
     plan = prepared.plan
     options = {k: alias(v) for k, v in prepared.options.items() if k not in plan.producer.mutates}
     call = partial(compiled, tuple(map(alias, prepared.arguments)), options, prepared.inputs)
