@@ -130,6 +130,22 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
     return other.copy_(tensor)
 
 
+def test_experts_are_those_of_the_call(recorder):
+    for _ in range(3):
+        x, counts = torch.randn(2, 6, 384), torch.tensor([3, 6], dtype=torch.int32)
+        activation = tq.quantize(x, scheme="fp8_token", tokens_per_expert=counts)
+        assert activation.experts.tokens_per_expert is counts and activation.experts.expert_offsets is None
+        assert activation.orig_shape == x.shape and counts.data_ptr() in map(address, recorder.calls[-1])
+
+
+def test_only_on_the_device_that_is_current(recorder, monkeypatch):
+    x = torch.randn(6, 384)
+    tq.quantize(x, scheme="fp8_token"), tq.quantize(x, scheme="fp8_token")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    tq.quantize(x, scheme="fp8_token")
+    assert [isinstance(calls[0], int) for calls in recorder.calls] == [False, True, False]
+
+
 CHANGES = {
     "rows": lambda x, weight, more: ((x[:4], weight), more),
     "a leading dimension": lambda x, weight, more: ((x.view(2, 3, 384), weight), more),

@@ -17,7 +17,8 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from tq.activation import QuantizedActivation
-from tq.kernels.plan import Plan, Prepared, fill, scales_of
+from tq.kernels.experts import Experts
+from tq.kernels.plan import Plan, Prepared, fill, outputs_of, scales_of
 
 META = torch.device("meta")
 
@@ -25,16 +26,15 @@ META = torch.device("meta")
 class Again(NamedTuple):
     """How a compiled kernel is launched for another call of its plan.
 
-    match: (arguments, options) -> what `run` takes, or `None` where the call is of another description. run: makes the
-    outputs, launches, and returns them in the order of `outputs_of`; it takes the arguments, then the options of
-    `names`, those that are tensors. run_final: the same, codes and scales in the dtypes that `tq.QuantizedActivation`
-    has. fields: of the activation, in its order; those that are tensors are `None`."""
+    call: (arguments, options) -> what the producer returns, or `None` where the call is of another description or its
+    device not the current one. run: makes the outputs, launches, and returns them in the order of `outputs_of`; it
+    takes the arguments, then the options of `names`, those that are tensors. run_final: the same, codes and scales in
+    the dtypes that `tq.QuantizedActivation` has."""
 
-    match: Callable[[tuple, dict[str, Any]], tuple | None]
+    call: Callable[[tuple, dict[str, Any]], Any]
     run: Callable[..., tuple]
     run_final: Callable[..., tuple]
     names: tuple[str, ...]
-    fields: dict[str, Any]
 
 
 class Text:
@@ -133,57 +133,65 @@ def write_output(text: Text, variable: str, plan: Plan, output: torch.Tensor, dt
         text.add(f"{variable} = {text.name(lambda: scales_of(plan).view(dtype))}()")
 
 
-def different(tensor: torch.Tensor, name: Callable[[Any], str]) -> Iterator[str]:
-    """What is true of tensors that need another plan than this one; a stride of one element may be any."""
-    yield f"shape != {name(tensor.shape)}"
-    yield f"dtype is not {name(tensor.dtype)}"
-    yield f"get_device() != {tensor.get_device()}"
-    yield f"data_ptr() & 15 != {tensor.data_ptr() & 15}"
+def different(variable: str, pointer: str, tensor: torch.Tensor, text: Text) -> Iterator[str]:
+    """What is true of a tensor that needs another plan than this one; the stride of a single element may be any. Its
+    address is kept."""
+    yield f"{variable}.shape != {text.name(tensor.shape)}"
+    yield f"{variable}.dtype is not {text.name(tensor.dtype)}"
+    yield f"{variable}.get_device() != {tensor.get_device()}"
+    yield f"({pointer} := {variable}.data_ptr()) & 15 != {tensor.data_ptr() & 15}"
     if tensor.is_contiguous():
-        yield "is_contiguous() is False"
+        yield f"{variable}.is_contiguous() is False"
     else:
-        yield f"stride() != {name(tensor.stride())}"
+        yield f"{variable}.stride() != {text.name(tensor.stride())}"
 
 
-def write_match(arguments: tuple, options: dict[str, Any], names: Sequence[str]) -> Callable[..., Any]:
-    """The `match` of calls like this one: the same types, values, and dtype, shape, strides, device and alignment of
-    tensors."""
-    text = Text("def match(arguments, options):")
-    values = {f"t{i}": value for i, value in enumerate(arguments)}
-    given = {name: f"o{i}" for i, name in enumerate(options)}
-    values |= {given[name]: value for name, value in options.items()}
-    text.add(f"if len(arguments) != {len(arguments)} or len(options) != {len(options)}:")
-    text.add("    return None")
-    text.add("".join(f"t{i}, " for i in range(len(arguments))) + "= arguments")
-    if options:
-        text.add("try:")
-        for name, variable in given.items():
-            text.add(f"    {variable} = options[{name!r}]")
-        text.add("except KeyError:")
-        text.add("    return None")
-    tests: list[str] = []
-    first: dict[int, str] = {}
+def write_tests(text: Text, values: dict[str, Any]) -> dict[str, str]:
+    """Returns `None` unless the variables are like `values`: of the same types, the tensors of the same dtype, shape,
+    strides, device and alignment, all else equal. The variables of the addresses, by that of the tensor."""
+    tests, pointers, first = list[str](), dict[str, str](), dict[int, str]()
     for variable, value in values.items():  # the quickest first
         if value is None:
             tests.append(f"{variable} is not None")
-        elif isinstance(value, torch.Tensor) and id(value) in first:  # a residual that is written in place
+        elif not isinstance(value, torch.Tensor):
+            tests.append(f"type({variable}) is not {text.name(type(value))} or {variable} != {text.name(value)}")
+        elif id(value) in first:  # a residual that is written in place
             tests.append(f"{variable} is not {first[id(value)]}")
-        elif isinstance(value, torch.Tensor):
-            tests.append(f"not isinstance({variable}, {text.name(torch.Tensor)})")
-            first[id(value)] = variable
+            pointers[variable] = pointers[first[id(value)]]
         else:
-            tests.append(f"type({variable}) is not {text.name(type(value))}")
-    for variable, value in values.items():
-        if variable in first.values():
-            tests += [f"{variable}.{what}" for what in different(value, text.name)]
-        elif value is not None and not isinstance(value, torch.Tensor):
-            tests.append(f"{variable} != {text.name(value)}")
+            tests.append(f"not isinstance({variable}, {text.name(torch.Tensor)})")
+            first[id(value)], pointers[variable] = variable, f"p{variable}"
+    for variable in first.values():
+        tests += different(variable, pointers[variable], values[variable], text)
     text.add(f"if {' or '.join(tests)}:")
     text.add("    return None")
-    text.add(
-        "return " + "".join(f"{variable}, " for variable in [*list(values)[: len(arguments)], *map(given.get, names)])
-    )
-    return text.function()
+    return pointers
+
+
+def write_activation(text: Text, plan: Plan, outputs: list[str], given: dict[str, str]) -> None:
+    """Returns what `tq.kernels.launch.call` does. given: variables of the options."""
+    data, *rest = outputs
+    tensors: dict[str, str] = {
+        name: given[name] for name in ("scale", "zero_point", "global_scale_inv") if name in given
+    }
+    tensors["data"] = data
+    if plan.scheme.dynamic:
+        tensors["scale"] = rest.pop(0)
+        if plan.scheme.rule.zero_point:
+            tensors["zero_point"] = rest.pop(0)
+    if plan.experts:
+        tensors["experts"] = (
+            f"{text.name(Experts)}({', '.join(f'{n}={given[n]}' for n in Experts._fields if n in given)})"
+        )
+    constants = plan.dtype, plan.shape, plan.scheme.name, plan.layout.name
+    fields = vars(QuantizedActivation(None, None, *constants))  # type: ignore[arg-type]
+    # As `QuantizedActivation(...)` would, which sets the fields of a frozen class one by one: as long as two launches.
+    text.add(f"activation = {text.name(object.__new__)}({text.name(QuantizedActivation)})")
+    text.add("fields = activation.__dict__")
+    text.add(f"fields.update({text.name(fields)})")
+    for name, variable in tensors.items():
+        text.add(f"fields[{name!r}] = {variable}")
+    text.add(f"return {', '.join(['activation', *rest])}")
 
 
 def learn(
@@ -199,47 +207,59 @@ def learn(
     positional = tuple(map(stand_in, arguments))
     prepared = fill(replace(plan, device=META, launch=None), positional, named)
     names = tuple(name for name, value in named.items() if isinstance(value, torch.Tensor))
-    given = [*positional, *(named[name] for name in names)]
-    variables = [f"t{i}" for i in range(len(given))]
-    known = {memory_of(tensor): variables[i] for i, tensor in enumerate(given) if isinstance(tensor, torch.Tensor)}
-    outputs = [
-        output
-        for output in (
-            prepared.codes,
-            prepared.scales,
-            prepared.zero_points,
-            *prepared.bound.side_outputs,
-            prepared.unquantized,
-        )
-        if output is not None
-    ]
+    taken = [f"t{i}" for i in range(len(arguments))]
+    given = {name: f"o{i}" for i, name in enumerate(options)}
+    variables = [*taken, *map(given.__getitem__, names)]
+    stand_ins = zip(variables, [*positional, *map(named.__getitem__, names)], strict=True)
+    known = {memory_of(value): variable for variable, value in stand_ins if isinstance(value, torch.Tensor)}
     final = {memory_of(prepared.codes): plan.scheme.code.torch_dtype}
     if prepared.scales is not None and prepared.scales.element_size() == 1:
         final[memory_of(prepared.scales)] = plan.scheme.rule.stored
 
-    def write(dtypes: dict[int, torch.dtype]) -> Callable[..., tuple]:
-        text, places = Text(f"def run({', '.join(variables)}):"), dict(known)
+    def write(text: Text, dtypes: dict[int, torch.dtype], pointers: dict[str, str]) -> list[str]:
+        """Makes the outputs, by their variables, and launches. pointers: addresses that are known."""
+        places = dict(known)
+        outputs = outputs_of(prepared)
         for output in outputs:
             memory = memory_of(output)
             if memory not in places:
-                places[memory] = f"t{len(variables) + len(places)}"
+                places[memory] = f"m{len(places)}"
                 write_output(text, places[memory], plan, output, dtypes.get(memory, output.dtype))
 
         def expression(value: Any) -> str:
             if isinstance(value, torch.Tensor):
+                variable = places[memory_of(value)]
                 offset = int(value.storage_offset()) * value.element_size()
-                return f"{places[memory_of(value)]}.data_ptr()" + (f" + {offset}" if offset else "")
+                return pointers.get(variable, f"{variable}.data_ptr()") + (f" + {offset}" if offset else "")
             if isinstance(value, tuple) and has_tensors(value):
                 return f"({''.join(expression(each) + ', ' for each in value)})"
             return text.name(plain(value))
 
         write_launch(text, compiled, grid, plan.device, ", ".join(map(expression, arguments_of(prepared))))
-        text.add("return " + "".join(f"{places[memory_of(output)]}, " for output in outputs))
+        return [places[memory_of(output)] for output in outputs]
+
+    def write_run(dtypes: dict[int, torch.dtype]) -> Callable[..., tuple]:
+        text = Text(f"def run({', '.join(variables)}):")
+        text.add(f"return {''.join(f'{output}, ' for output in write(text, dtypes, {}))}")
         return text.function()
 
-    constants = plan.dtype, plan.shape, plan.scheme.name, plan.layout.name
-    fields = vars(QuantizedActivation(None, None, *constants))  # type: ignore[arg-type]
-    return Again(write_match(arguments, options, names), write({}), write(final), names, fields)
+    text = Text("def call(arguments, options):")
+    text.add(f"if len(arguments) != {len(arguments)} or len(options) != {len(options)}:")
+    text.add("    return None")
+    text.add("".join(f"{variable}, " for variable in taken) + "= arguments")
+    text.add("try:")
+    for name, variable in given.items():
+        text.add(f"    {variable} = options[{name!r}]")
+    text.add("    pass")
+    text.add("except KeyError:")
+    text.add("    return None")
+    pointers = write_tests(
+        text, {**dict(zip(taken, arguments, strict=True)), **{given[k]: v for k, v in options.items()}}
+    )
+    text.add(f"if {text.keep(torch.cuda)}.current_device() != {plan.device.index}:")
+    text.add("    return None")
+    write_activation(text, plan, write(text, final, pointers), given)
+    return Again(text.function(), write_run({}), write_run(final), names)
 
 
 def launch_again(again: Again, given: Sequence[Any], final: bool = False) -> Sequence[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from tq.kernels.by_reference import run_reference
 from tq.kernels.cut import cut, needs_whole_row
 from tq.kernels.experts import Experts
 from tq.kernels.layouts import DeviceLayout
-from tq.kernels.plan import Plan, Prepared, fill, find_plan
+from tq.kernels.plan import Plan, Prepared, fill, find_plan, outputs_of
 from tq.kernels.producer import Producer, as_rows
 from tq.kernels.rows import Tiling, quantize_rows_kernel
 from tq.kernels.schemes import SCHEMES, DeviceScheme, Scheme, find_scheme
@@ -189,43 +189,14 @@ def call(producer: Producer, arguments: tuple, scheme: str, options: dict[str, A
 
         outputs = call_op(producer, arguments, scheme, options)
         return assemble(producer, arguments, find_scheme(producer.name, scheme), outputs, options)
-    for plan in plans._plans.recent.get(producer, ()):
-        given = plan.again.match(arguments, options)
-        if given is not None and plan.scheme.name == scheme and SCHEMES[scheme] is plan.scheme and repeats(plan):
-            return assemble_again(plan, launch_again(plan.again, given, final=True), options)
+    if not _reference and tuning.forced() is None:
+        for plan in plans._plans.recent.get(producer, ()):
+            if plan.scheme.name == scheme and SCHEMES.get(scheme) is plan.scheme:
+                made = plan.again.call(arguments, options)
+                if made is not None:
+                    return made
     plan, outputs = execute(producer, arguments, scheme, options)
     return assemble(producer, arguments, plan.scheme, outputs, options)
-
-
-def assemble_again(plan: Plan, outputs: Sequence[torch.Tensor], options: dict[str, Any]) -> Any:
-    """What `call` returns, of the outputs of `Again.run_final`."""
-    scheme, count = plan.scheme, 1
-    scale, zero_point = options.get("scale"), options.get("zero_point")
-    if scheme.dynamic:
-        scale, zero_point, count = outputs[1], None, 2
-        if scheme.rule.zero_point:
-            zero_point, count = outputs[2], 3
-    # As `QuantizedActivation(...)` would, which sets the fields of a frozen class one by one: as long as two launches.
-    activation = object.__new__(QuantizedActivation)
-    fields = activation.__dict__
-    fields.update(plan.again.fields)
-    fields["data"], fields["scale"], fields["zero_point"] = outputs[0], scale, zero_point
-    fields["global_scale_inv"] = options.get("global_scale_inv")
-    if plan.experts:
-        fields["experts"] = Experts._make(map(options.get, Experts._fields))
-    return (activation, *outputs[count:]) if len(outputs) > count else activation
-
-
-def outputs_of(prepared: Prepared) -> list[torch.Tensor]:
-    """Codes, scales and zero points if the scheme computes them, side outputs, y if it is wanted."""
-    outputs = [
-        prepared.codes,
-        prepared.scales,
-        prepared.zero_points,
-        *prepared.bound.side_outputs,
-        prepared.unquantized,
-    ]
-    return [output for output in outputs if output is not None]
 
 
 def assemble(

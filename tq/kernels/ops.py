@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tq.kernels.launch import execute, outputs_of
-from tq.kernels.plan import Plan, prepare
+from tq.kernels.launch import execute
+from tq.kernels.plan import Plan, outputs_of, prepare
 from tq.kernels.producer import Producer
 from tq.kernels.schemes import find_scheme
 

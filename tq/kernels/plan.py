@@ -210,6 +210,18 @@ def fill(plan: Plan, arguments: tuple, options: dict[str, Any]) -> Prepared:
     return Prepared(plan, bound, inputs, arguments, given, codes, scales, zero_points, unquantized, experts)
 
 
+def outputs_of(prepared: Prepared) -> list[torch.Tensor]:
+    """Codes, scales and zero points if the scheme computes them, side outputs, y if it is wanted."""
+    outputs = [
+        prepared.codes,
+        prepared.scales,
+        prepared.zero_points,
+        *prepared.bound.side_outputs,
+        prepared.unquantized,
+    ]
+    return [output for output in outputs if output is not None]
+
+
 def prepare(producer: Producer, arguments: tuple, scheme: str, options: dict[str, Any]) -> Prepared:
     """A call, checked and allocated. Launches nothing: it is also what the op's fake runs."""
     return fill(make_plan(producer, arguments, scheme, options), arguments, options)

@@ -56,5 +56,4 @@ def fatrelu_mul(
     common to all producers are those of `tq.kernels.launch.call`.
     Source: vLLM 0.33 `_C.fatrelu_and_mul`, for which a NaN gate is 0, followed by the quantizer.
     """
-    options |= {"threshold": threshold, "rounding": rounding}
-    return call(FATRELU_MUL, (x,), scheme, options)
+    return call(FATRELU_MUL, (x,), scheme, {"threshold": threshold, "rounding": rounding, **options})

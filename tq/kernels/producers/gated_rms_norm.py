@@ -202,10 +202,11 @@ def gated_rms_norm(
     Source: vLLM 0.33 RMSNormGated (`forward_static`, all in fp32, rounded once; `fla_rms_norm_gated` on a GPU),
     followed by the quantizer.
     """
-    options |= {
+    given = {
         "group_size": group_size,
         "norm_before_gate": norm_before_gate,
         "activation": activation,
         "rounding": rounding,
+        **options,
     }
-    return call(GATED_RMS_NORM, (x, gate, weight, eps), scheme, options)
+    return call(GATED_RMS_NORM, (x, gate, weight, eps), scheme, given)

@@ -47,5 +47,4 @@ def gelu(
     `tq.kernels.launch.call`.
     Source: torch's `gelu`, which vLLM 0.33 calls, followed by vLLM's quantizer.
     """
-    options |= {"approximate": approximate, "rounding": rounding}
-    return call(GELU, (x,), scheme, options)
+    return call(GELU, (x,), scheme, {"approximate": approximate, "rounding": rounding, **options})

@@ -53,5 +53,4 @@ def gelu_mul(
     Source: vLLM 0.33 `_C.gelu_and_mul` and `_C.gelu_tanh_and_mul` followed by the quantizer. That of tanh takes 1 +
     tanh of what is almost -1: below about -3 this form is nearer to the formula, by less than 2^-23 * |g|.
     """
-    options |= {"approximate": approximate, "rounding": rounding}
-    return call(GELU_MUL, (x,), scheme, options)
+    return call(GELU_MUL, (x,), scheme, {"approximate": approximate, "rounding": rounding, **options})

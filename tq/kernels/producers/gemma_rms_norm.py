@@ -67,10 +67,11 @@ def gemma_rms_norm(
     Source: vLLM 0.33 GemmaRMSNorm (its `rms_norm` and `fused_add_rms_norm` with the fp32 weight 1 + weight; the norm is
     of the fp32 sum), followed by the quantizer.
     """
-    options |= {
+    given = {
         "residual": residual,
         "residual_out": residual_out,
         "rounding": rounding,
         "round_residual": round_residual,
+        **options,
     }
-    return call(GEMMA_RMS_NORM, (x, weight, eps), scheme, options)
+    return call(GEMMA_RMS_NORM, (x, weight, eps), scheme, given)

@@ -77,11 +77,12 @@ def layer_norm(
     Source: torch's `layer_norm`, which vLLM 0.33 calls, after an addition where there is a residual, followed by vLLM's
     quantizer.
     """
-    options |= {
+    given = {
         "bias": bias,
         "residual": residual,
         "residual_out": residual_out,
         "rounding": rounding,
         "round_residual": round_residual,
+        **options,
     }
-    return call(LAYER_NORM, (x, weight, eps), scheme, options)
+    return call(LAYER_NORM, (x, weight, eps), scheme, given)

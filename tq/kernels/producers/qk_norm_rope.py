@@ -283,5 +283,5 @@ def qk_norm_rope(
     options and errors common to all producers are those of `tq.kernels.launch.call`.
     Source: vLLM 0.33 `_C.fused_qk_norm_rope` (all in fp32, rounded once), followed by the quantizer.
     """
-    options |= {"q_heads": q_heads, "interleaved": interleaved, "rounding": rounding}
-    return call(QK_NORM_ROPE, (x, q_weight, k_weight, positions, cos_sin_cache, eps), scheme, options)
+    given = {"q_heads": q_heads, "interleaved": interleaved, "rounding": rounding, **options}
+    return call(QK_NORM_ROPE, (x, q_weight, k_weight, positions, cos_sin_cache, eps), scheme, given)

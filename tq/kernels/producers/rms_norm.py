@@ -88,10 +88,11 @@ def rms_norm(
     (fp8_token), `_C.rms_norm_per_block_quant` (fp8_group64, fp8_group128); elsewhere the plain norm followed by the
     quantizer.
     """
-    options |= {
+    given = {
         "residual": residual,
         "residual_out": residual_out,
         "rounding": rounding,
         "round_residual": round_residual,
+        **options,
     }
-    return call(RMS_NORM, (x, weight, eps), scheme, options)
+    return call(RMS_NORM, (x, weight, eps), scheme, given)

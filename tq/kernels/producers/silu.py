@@ -40,5 +40,4 @@ def silu(x: torch.Tensor, *, scheme: str, rounding: str | None = None, **options
     Source: torch's `silu`, which vLLM 0.33 calls, followed by vLLM's quantizer; the exponential may differ in its last
     bits.
     """
-    options |= {"rounding": rounding}
-    return call(SILU, (x,), scheme, options)
+    return call(SILU, (x,), scheme, {"rounding": rounding, **options})

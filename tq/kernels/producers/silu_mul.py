@@ -55,5 +55,4 @@ def silu_mul(x: torch.Tensor, *, scheme: str, rounding: str | None = None, **opt
     Source: vLLM 0.33 `_C.silu_and_mul_quant` (fp8_tensor), `_C.silu_and_mul_per_block_quant` (fp8_group64,
     fp8_group128), elsewhere `_C.silu_and_mul` followed by the quantizer; the exponential may differ in its last bits.
     """
-    options |= {"rounding": rounding}
-    return call(SILU_MUL, (x,), scheme, options)
+    return call(SILU_MUL, (x,), scheme, {"rounding": rounding, **options})

@@ -120,5 +120,5 @@ def swiglu_oai(
     alpha that is not finite; options and errors common to all producers are those of `tq.kernels.launch.call`.
     Source: vLLM 0.33 `_C.swigluoai_and_mul`, which multiplies before it divides, followed by the quantizer.
     """
-    options |= {"limit": limit, "alpha": alpha, "interleaved": interleaved, "rounding": rounding}
-    return call(SWIGLU_OAI, (x,), scheme, options)
+    given = {"limit": limit, "alpha": alpha, "interleaved": interleaved, "rounding": rounding, **options}
+    return call(SWIGLU_OAI, (x,), scheme, given)
