@@ -131,8 +131,8 @@ def figures() -> str:
     made = sum(row["made"] for row in exhaustive)
     lines += [
         "",
-        f"Checked there: {verify['checks']} checks, {verify['failures']} failures{named}, among them {made:,} encodings, "
-        "roundings, divisions and reciprocals, all of bf16 and fp16.",
+        f"Checked there: {verify['checks']} checks, {verify['failures']} failures{named}, among them {made:,} "
+        "encodings, roundings, divisions and reciprocals, all of bf16 and fp16.",
     ]
     return "\n".join(lines) + "\n"
 
