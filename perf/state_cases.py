@@ -30,13 +30,15 @@ QUANTIZED = {
     "int8 outgoing": {"code": "int8_narrow", "quantize": "outgoing"},
     "fp8 incoming": {"code": "fp8_e4m3"},
 }
-# Packed states: code, granularity, steps in a ring (0: rounded by each).
+# Packed states: code, granularity, steps in a ring (0: rounded by each), residuals, mixed value channels.
 PACKED = {
     "int8": ("int8", "value_channel", 0),
     "fp8": ("fp8_e4m3", "value_channel", 0),
     "int8 group32": ("int8", "group32", 0),
     "int8 replay 8": ("int8", "value_channel", 8),
     "int8 replay 16": ("int8", "value_channel", 16),
+    "int8 residual": ("int8", "value_channel", 0, True),
+    "int8 hadamard 32": ("int8", "value_channel", 0, False, 32),
 }
 
 
@@ -91,7 +93,7 @@ def native_decode(kind: str) -> Callable | None:
 
 
 def packed_caches(
-    kind: str, batch: int, code: str, granularity: str, length: int
+    kind: str, batch: int, code: str, granularity: str, length: int, residual: bool = False, hadamard: int = 0
 ) -> tuple[tq.state.PackedState, list[torch.Tensor]]:
     """As `caches`; rings are filled to different heights, so that each call rounds an equal share of its requests."""
     calls = copies_of(batch * STATE_BYTES // 2)
@@ -100,7 +102,8 @@ def packed_caches(
         gate, key_heads = ("head", KEY_HEADS) if kind == "gdn" else ("key_channel", HEADS)
         ring = tq.state.Ring.zeros(*sizes, length=length, gate=gate, key_heads=key_heads, device="cuda")
         ring.counts.copy_((torch.arange(sizes[0], device="cuda") % length).view(-1, 1, 1))
-    state = tq.state.PackedState.zeros(*sizes, code=code, granularity=granularity, device="cuda", ring=ring)
+    options = {"code": code, "granularity": granularity, "ring": ring, "residual": residual, "hadamard": hadamard}
+    state = tq.state.PackedState.zeros(*sizes, **options, device="cuda")
     state.codes.view(torch.uint8).random_(0, 100)
     state.scales.fill_(0.01)
     return state, list((torch.randperm(calls * batch, device="cuda").int() + 1).view(calls, batch))

@@ -47,7 +47,7 @@ def tune(batch: int) -> list[dict[str, Any]]:
         ]
     rows = []
     for tuning in track(TUNINGS, f"tuning, {batch} requests"):
-        bind.tuning = bind.packed_tuning = bind.ring_tuning = tuning
+        bind.tuning = bind.packed_tuning = bind.wide_tuning = bind.ring_tuning = tuning
         for name, each in calls.items():
             row = {"kernel": name, "batch": batch, **tuning._asdict()}
             try:

@@ -38,6 +38,7 @@ def packed_state(options: dict[str, Any], gate: str = "head") -> tq.state.Packed
     made = {"gate": gate, "key_heads": key_heads, "drafts": options.get("verify") or 1}
     ring = tq.state.Ring.zeros(*sizes, length=length, **made) if length else None
     named = {name: options.pop(name) for name in ("code", "granularity")}
+    named |= {name: options.pop(name) for name in ("residual", "hadamard") if name in options}
     return tq.state.PackedState.zeros(*sizes, **named, ring=ring)
 
 
@@ -75,11 +76,16 @@ KERNELS = {
 }
 
 
-def compile_one(target: str, kernel: str, dtype: str = "float32", **options: Any) -> Any:
-    """The compiled kernel of a call on heads of 128 x 128."""
+TUNINGS = {name: getattr(bind, name) for name in ("packed_tuning", "wide_tuning", "ring_tuning")}
+
+
+def compile_one(target: str, kernel: str, dtype: str = "float32", joined: str = "", **options: Any) -> Any:
+    """The compiled kernel of a call on heads of 128 x 128. joined: any word for the programs of a large batch."""
     gpu, facts = targets_of(target)
     bind.target_of, bind.check_device = lambda device: facts, lambda op, device: None
     bind.device_format.cache_clear()
+    for name, each in TUNINGS.items():
+        setattr(bind, name, each._replace(programs=1) if joined else each)
     module, name, found, call = KERNELS[kernel]
     standing = Compiling(found, gpu)
     setattr(module, name, standing)

@@ -20,9 +20,9 @@ from tq.state.digits import digits_of, products, sums
 
 
 def shaped(monkeypatch, programs: int) -> None:
-    """Blocks of 16 rows, merged while there are so many programs."""
-    for name in ("packed_tuning", "ring_tuning"):
-        monkeypatch.setattr(bind, name, bind.Tuning(part=512, programs=programs))
+    """Blocks of 16 rows, joined while there are so many programs."""
+    for name in ("packed_tuning", "wide_tuning", "ring_tuning"):
+        monkeypatch.setattr(bind, name, bind.Tuning(part=512, programs=programs, looped=name == "packed_tuning"))
 
 
 @pytest.mark.parametrize(("kind", "bound"), KINDS)
@@ -61,14 +61,20 @@ def held_bits(state: tq.state.PackedState) -> torch.Tensor:
 
 def test_a_batch_has_as_many_programs_as_asked_for():
     cut = bind.cut_of(32, 128, 128, bind.GRANULARITIES["value_channel"], "value_first", 2048)
-    shapes = {b: bind.joined(cut, b, 1024, 2) for b in (1, 4, 8, 16, 32, 64, 512)}
-    assert {b: (s.PARTS.value, s.BLOCK_ROWS.value, s.SHARED.value) for b, s in shapes.items()} == {
-        1: (8, 16, 1), 4: (8, 16, 1), 8: (4, 32, 1), 16: (2, 64, 1), 32: (1, 128, 1), 64: (1, 128, 2), 512: (1, 128, 2)
-    }  # fmt: skip
-    odd = bind.joined(bind.cut_of(4, 80, 32, bind.GRANULARITIES["value_channel"], "value_first", 512), 6, 1, 1)
-    assert (odd.PARTS.value, odd.BLOCK_ROWS.value) == (1, 128)
-    wide = bind.joined(bind.cut_of(4, 256, 256, bind.GRANULARITIES["value_channel"], "value_first", 4096), 512, 1, 1)
-    assert (wide.PARTS.value, wide.BLOCK_ROWS.value) == (4, 64)
+    odd = bind.cut_of(4, 80, 32, bind.GRANULARITIES["value_channel"], "value_first", 512)
+    wide = bind.cut_of(4, 256, 256, bind.GRANULARITIES["value_channel"], "value_first", 4096)
+    larger, looped = bind.Tuning(programs=1024), bind.Tuning(programs=1024, looped=True)
+
+    def shapes(cut: bind.Cut, shape: bind.Tuning, *batches: int, **options: int) -> list[tuple[int, ...]]:
+        found = [bind.joined(cut, batch, shape, **options) for batch in batches]
+        return [tuple(getattr(each, name).value for name in ("PARTS", "BLOCKS", "BLOCK_ROWS")) for each in found]
+
+    assert shapes(cut, larger, 1, 4, 8, 16, 32, 512) == [(8, 1, 16)] * 2 + [(4, 1, 32), (2, 1, 64)] + [(1, 1, 128)] * 2
+    assert shapes(cut, larger, 8, 32, most=bind.FOLDED) == [(4, 1, 32), (2, 1, 64)]
+    assert shapes(cut, looped, 1, 4, 8, 16, 32, 512) == [(8, 1, 16)] * 2 + [(4, 2, 16), (2, 4, 16)] + [(1, 8, 16)] * 2
+    assert shapes(odd, larger._replace(programs=1), 6) == [(1, 1, 128)]
+    assert shapes(odd, looped._replace(programs=1), 6) == [(1, 8, 16)]
+    assert shapes(wide, larger, 512) == [(4, 1, 64)]
 
 
 @triton.jit

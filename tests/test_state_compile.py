@@ -33,7 +33,15 @@ CHOSEN = [
     combination("sm_90", "kda_decode_packed", "int8", "value_channel"),
     combination("sm_90", "kda_decode_packed", "fp8_e4m3", "value_channel"),
     combination("sm_90", "kda_decode_packed", "int8", "value_channel", ring=8),
+    combination("sm_90", "gdn_decode_packed", "int8", "value_channel", joined="joined"),
+    combination("sm_90", "gdn_decode_packed", "fp8_e4m3", "value_channel", joined="joined"),
+    combination("sm_90", "gdn_decode_packed", "int8", "value_channel", ring=16, joined="joined"),
+    combination("sm_90", "kda_decode_packed", "int8", "value_channel", joined="joined"),
     combination("sm_90", "commit", "int8", "value_channel", ring=16),
+    combination("sm_90", "gdn_decode_packed", "int8", "value_channel", residual=True),
+    combination("sm_90", "kda_decode_packed", "int8", "value_channel", residual=True, hadamard=32, ring=8),
+    combination("sm_90", "pack", "int8", "group32", residual=True, hadamard=32),
+    combination("sm_90", "unpack", "fp8_e4m3", "value_channel", hadamard=128),
     combination("sm_80", "gdn_decode_packed", "int8", "value_channel", ring=16),
     combination("sm_80", "kda_decode_packed", "fp8_e4m3", "value_channel", ring=8),
     combination("sm_80", "pack", "fp8_e4m3", "value_channel", dtype="bfloat16"),
@@ -74,6 +82,11 @@ def test_compiles(compiled, chosen):
     code = {"e4m3"} if chosen["code"] == "fp8_e4m3" and chosen["kernel"] != "unpack" else set()
     assert set(facts["conversions"]) == code & native_codes(chosen["target"])
     assert facts["spills"] == 0 or may_spill(chosen)
+    waits = [each for each in facts.get("order", []) if each in ("ACQBULK", "PREEXIT")]
+    if chosen["target"] == "sm_90":  # it waits for the kernel ahead before it reads or writes, then the next may come
+        assert facts["order"][0] == "ACQBULK" and waits == ["ACQBULK", "PREEXIT"]
+    else:
+        assert not waits
 
 
 @pytest.mark.parametrize(
@@ -93,6 +106,16 @@ def test_sm_90_moves_states_in_words_of_16_bytes(compiled, chosen):
     ids=name_of,
 )
 def test_sm_90_moves_codes_in_words_of_16_bytes(compiled, chosen):
-    """A block of 4096 or 8192 codes is four words of each thread, stored unless the tokens are drafts."""
+    """Of each thread: four words of a block of one warp, one block after the other; two of one of four warps, eight of
+    a head or four where a ring is folded into it, and one of residuals for two of codes. Not stored where tokens are
+    drafts."""
     facts = compiled(chosen)
-    assert facts["loads"].count(16) >= 4 and facts["stores"].count(16) == (0 if "verify" in chosen else 4)
+    if "ring" in chosen:
+        words = 0 if "verify" in chosen else 4 if "joined" in chosen else 2
+    elif "residual" in chosen or chosen["code"] == "fp8_e4m3" or chosen["granularity"] == "group32":
+        words = 8 if "joined" in chosen else 2
+    else:
+        words = 4
+    assert facts["stores"].count(16) == words + ("residual" in chosen) * (words // 2)
+    if words != 4 or "joined" not in chosen:  # else they come by way of shared memory
+        assert facts["loads"].count(16) >= words

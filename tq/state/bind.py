@@ -21,31 +21,35 @@ MAX_HEAD = 1 << 16  # elements of a head that one program can hold
 
 class Tuning(NamedTuple):
     """How programs are shaped. part: elements of a block where groups do not need more; max_registers: of a thread,
-    None for the compiler's choice; programs: blocks of a head are joined while there are at least so many."""
+    None for the compiler's choice; programs: blocks of a head are joined while there are at least so many; looped:
+    joined blocks stay what they are and come one after the other, `stages` of them at a time."""
 
     elements_per_thread: int = 64
     part: int = 4096
     max_registers: int | None = 128
     programs: int = 1024
+    looped: bool = False
+    stages: int = 1
 
 
 # As measured on one H200 (perf/notes.md). A limit lets a second program run beside the first where groups are heads.
 tuning = Tuning()
-packed_tuning = Tuning(elements_per_thread=32, max_registers=None)
+packed_tuning = Tuning(part=2048, max_registers=None, programs=2048, looped=True, stages=3)
+wide_tuning = Tuning(elements_per_thread=32, max_registers=None)
 ring_tuning = Tuning(elements_per_thread=32)
 LARGEST_BLOCK = 16384  # elements that joined blocks have at most
+FOLDED = 8192  # the same where the entries of a ring are folded into them
 REGISTERS = 1 << 16  # of a multiprocessor
 
 
 class Launch(NamedTuple):
-    """A format on a device, a cut, the warps of a program, the most registers of a thread, and the programs that are
-    enough."""
+    """A format on a device, a cut, the warps of a program, the most registers of a thread, and how it was shaped."""
 
     format: DeviceFormat
     cut: Cut
     num_warps: int
     max_registers: int | None
-    programs: int
+    shape: Tuning
 
 
 def check_tensor(op: str, name: str, tensor: Any, dtypes: tuple, device: torch.device | None = None) -> None:
@@ -163,24 +167,23 @@ def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, pa
     group_rows = min(by_row, padded(rows)) or padded(rows)
     block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
-    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1
+    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1, 1
     return Cut(*map(constant, (*sizes, overlaps)))
 
 
 @lru_cache
-def joined(cut: Cut, batch: int, programs: int, group: int) -> Cut:
-    """`cut` with larger blocks, then two of the `group` heads of a key head in one program, so that `programs` are left
-    where a batch has them. The warps of a program stay, and what is added up is of one row, so that bits do not depend
-    on the batch."""
-    parts, rows = cut.PARTS.value, cut.BLOCK_ROWS.value
-    while (
-        parts > 1
-        and 2 * rows * cut.BLOCK_COLS.value <= LARGEST_BLOCK
-        and batch * cut.HEADS.value * (-(-parts // 2)) >= programs
-    ):
-        parts, rows = -(-parts // 2), 2 * rows
-    shared = 2 if parts == 1 and group % 2 == 0 and batch * cut.HEADS.value // 2 >= programs else 1
-    return cut._replace(PARTS=constant(parts), BLOCK_ROWS=constant(rows), SHARED=constant(shared))
+def joined(cut: Cut, batch: int, shape: Tuning, most: int = LARGEST_BLOCK) -> Cut:
+    """`cut` with so much in a program that `shape.programs` are left, where a batch has them: blocks one after the
+    other, or larger ones of at most so many elements. The warps of a program stay, and what is added up is of one row,
+    so that bits do not depend on the batch."""
+    parts, times, size = cut.PARTS.value, 1, cut.BLOCK_ROWS.value * cut.BLOCK_COLS.value
+    heads = batch * cut.HEADS.value
+    while parts > 1 and heads * -(-parts // 2) >= shape.programs and (shape.looped or 2 * times * size <= most):
+        parts, times = -(-parts // 2), 2 * times
+    cut = cut._replace(PARTS=constant(parts))
+    if shape.looped:
+        return cut._replace(BLOCKS=constant(times))
+    return cut._replace(BLOCK_ROWS=constant(cut.BLOCK_ROWS.value * times))
 
 
 @lru_cache
@@ -214,12 +217,12 @@ def bind_format(
         limited = target.name.startswith("sm_")  # no other target takes a limit
         registers = min(registers, REGISTERS // (32 * warps)) if limited else None
     found = AS_IT_IS if code is None else device_format(code, place.data.device)
-    return Launch(found, cut, warps, registers, shape.programs)
+    return Launch(found, cut, warps, registers, shape)
 
 
 def run(kernel: Any, batch: int, launch: Launch, device: torch.device, *arguments: Any, fusion: bool = False) -> None:
     """One launch, of every part of every head of every request."""
-    programs = batch * (launch.cut.HEADS.value // launch.cut.SHARED.value) * launch.cut.PARTS.value
+    programs = batch * launch.cut.HEADS.value * launch.cut.PARTS.value
     if programs == 0:
         return
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": fusion}

@@ -50,8 +50,8 @@ NOWHERE = Place(None, 0, IN_ORDER)
 
 
 class Cut(NamedTuple):
-    """How a head is cut: PARTS programs of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x GROUP_COLS.
-    SHARED: heads of a program, one after the other, which have a key head in common. OVERLAPS: the kernel is launched
+    """How a head is cut: PARTS programs of BLOCKS blocks of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x
+    GROUP_COLS. STAGES: blocks of a program that are on their way or worked on at once. OVERLAPS: the kernel is launched
     while the one ahead of it still runs."""
 
     HEADS: tl.constexpr
@@ -62,19 +62,19 @@ class Cut(NamedTuple):
     GROUP_ROWS: tl.constexpr
     GROUP_COLS: tl.constexpr
     PARTS: tl.constexpr
-    SHARED: tl.constexpr
+    BLOCKS: tl.constexpr
+    STAGES: tl.constexpr
     OVERLAPS: tl.constexpr
 
 
 @triton.jit
 def begin(cut):
-    """(request, first head, part) of this program, from where on its inputs may be read; the request is int64, since
-    its offset leaves 32 bits."""
+    """(request, head, part) of this program, from where on its inputs may be read; the request is int64, since its
+    offset leaves 32 bits."""
     wait_for_inputs(cut.OVERLAPS)
     program = tl.program_id(0)
     head = program // cut.PARTS
-    heads: tl.constexpr = cut.HEADS // cut.SHARED
-    return (head // heads).to(tl.int64), head % heads * cut.SHARED, program % cut.PARTS
+    return (head // cut.HEADS).to(tl.int64), head % cut.HEADS, program % cut.PARTS
 
 
 @triton.jit

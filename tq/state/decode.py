@@ -14,7 +14,7 @@ from tq.kernels.producer import check_choice
 from tq.state.bind import bind_format, bind_slots, bind_states, check_shape, run
 from tq.state.cache import begin, find_head, load_quarters, store_quarters
 from tq.state.qdq import qdq
-from tq.state.step import Activations, bind_gdn, bind_kda, load_keys, load_own, norm, own_of, store_output
+from tq.state.step import Activations, bind_gdn, bind_kda, load_gates, load_keys, load_values, norm, store_output
 
 NULL_SLOT = 0  # the slot that vLLM pads a batch with
 QUANTIZED = ("incoming", "outgoing")
@@ -33,14 +33,15 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
     after."""
     request, head, part = begin(cut)
     # All is asked for before anything is waited for.
-    loaded, own = load_keys(given, request, head, cut), load_own(given, request, head, part, cut)
+    loaded, gates = load_keys(given, request, head, cut), load_gates(given, request, head, cut)
+    values = load_values(given, request, head, part, cut)
     pointer, exists = find_head(state, request, head, cut)
     if exists:
         dtype: tl.constexpr = state.data.dtype.element_ty
         tile = load_quarters(pointer, part, exists, cut).to(tl.float32)
-        v, log_decay, beta = own_of(own, given)
+        log_decay, beta = given.step.gates_of(gates, given.gates)
         q, k = loaded
-        q, k = q.to(tl.float32), k.to(tl.float32)
+        q, k, v = q.to(tl.float32), k.to(tl.float32), values.to(tl.float32)
         q = once(q / norm(q, given) * given.scale)[None, :]
         k = once(k / norm(k, given))[None, :]
         decay = tl.exp(log_decay)

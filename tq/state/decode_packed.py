@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tq.state.bind import check_shape, check_tensor, joined, run
+from tq.kernels.producer import constant
+from tq.state.bind import FOLDED, check_shape, check_tensor, joined, run
 from tq.state.cache import begin, slot_of
 from tq.state.decode import NULL_SLOT
 from tq.state.digits import beside, digits_of, products, sums
@@ -30,7 +31,8 @@ from tq.state.ring import (
     decays_since,
     fold,
     load_entries,
-    load_own_entries,
+    load_sums,
+    load_updates,
     of_updates,
     read_count,
     total_of,
@@ -39,7 +41,7 @@ from tq.state.ring import (
     write_entry,
     write_update,
 )
-from tq.state.step import Activations, bind_gdn, bind_kda, load_keys, load_own, own_of, store_output, vectors_of
+from tq.state.step import Activations, bind_gdn, bind_kda, load_gates, load_keys, load_values, store_output, vectors_of
 
 
 @triton.jit
@@ -83,43 +85,62 @@ def products_with(packed, codes, residuals, scale, decay, vectors, columns, form
 
 
 @triton.jit
-def step_rounded(packed, given, loaded, own, row, slot, head, part, format, cut):
-    """A step of a block of each head of a program, rounded and stored."""
-    codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
-    vectors = vectors_of(loaded, given)
-    for i in tl.static_range(cut.SHARED):
-        if i > 0:
-            own = load_own(given, row, head + i, part, cut)
-            codes, residuals, scale = load_packed(packed, slot, head + i, part, slot >= 0, cut)
-        v, log_decay, beta = own_of(own, given)
-        decay = tl.exp(log_decay)
-        nothing = tl.zeros([cut.BLOCK_ROWS, 8], tl.float32)
-        known, result = products_with(packed, codes, residuals, scale, decay, vectors, nothing, format, cut)
-        update = (rotated(v, packed.ROTATION) - known) * beta
-        store_output(given, row, head + i, part, rotated(result + update * vectors.both, packed.ROTATION), cut)
-        tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
-        tile, factor = updated(tile, factor, update, vectors.k[None, :], cut)
-        store_product(packed, slot, head + i, part, slot >= 0, tile, factor, format, cut)
+def load_block(packed, given, row, slot, head, block, cut):
+    """(codes, residuals, scales, v) of a block, as they are in memory."""
+    codes, residuals, scale = load_packed(packed, slot, head, block, slot >= 0, cut)
+    return codes, residuals, scale, load_values(given, row, head, block, cut)
 
 
 @triton.jit
-def step_in_ring(packed, ring, given, loaded, own, entries, row, slot, head, part, entry, total, format, cut):
+def round_block(packed, given, loaded, vectors, decay, beta, row, slot, head, block, format, cut):
+    """A step of a block, rounded and stored."""
+    codes, residuals, scale, v = loaded
+    nothing = tl.zeros([cut.BLOCK_ROWS, 8], tl.float32)
+    known, result = products_with(packed, codes, residuals, scale, decay, vectors, nothing, format, cut)
+    update = (rotated(v.to(tl.float32), packed.ROTATION) - known) * beta
+    store_output(given, row, head, block, rotated(result + update * vectors.both, packed.ROTATION), cut)
+    tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
+    tile, factor = updated(tile, factor, update, vectors.k[None, :], cut)
+    store_product(packed, slot, head, block, slot >= 0, tile, factor, format, cut)
+
+
+@triton.jit
+def step_rounded(packed, given, keys, gates, row, slot, head, part, format, cut):
+    """A step of the blocks of a head. A single one is asked for first, since its way is the longest."""
+    if cut.BLOCKS == 1:
+        loaded = load_block(packed, given, row, slot, head, part, cut)
+    vectors = vectors_of(keys, given)
+    log_decay, beta = given.step.gates_of(gates, given.gates)
+    decay = tl.exp(log_decay)
+    if cut.BLOCKS == 1:
+        round_block(packed, given, loaded, vectors, decay, beta, row, slot, head, part, format, cut)
+    else:
+        for i in tl.range(cut.BLOCKS, num_stages=cut.STAGES):
+            block = part * cut.BLOCKS + i
+            each = load_block(packed, given, row, slot, head, block, cut)
+            round_block(packed, given, each, vectors, decay, beta, row, slot, head, block, format, cut)
+
+
+@triton.jit
+def step_in_ring(packed, ring, given, keys, gates, row, slot, head, part, entry, total, format, cut):
     """A step of a block as an entry of the ring after those before it; the new sum of log decays."""
-    codes, residuals, scale = load_packed(packed, slot, head, part, slot >= 0, cut)
-    sums_of_entries, updates = load_own_entries(ring, slot, head, part, entry, cut)
-    vectors = vectors_of(loaded, given)
-    v, log_decay, beta = own_of(own, given)
+    codes, residuals, scale, v = load_block(packed, given, row, slot, head, part, cut)
+    entries = load_entries(ring, slot, head, entry, cut)
+    sums_of_entries = load_sums(ring, slot, head, entry, cut)
+    updates = load_updates(ring, slot, head, part, entry, cut)
+    vectors = vectors_of(keys, given)
+    log_decay, beta = given.step.gates_of(gates, given.gates)
     total += log_decay
     k, q = vectors.k[None, :], vectors.q[None, :]
     write_entry(ring, slot, head, part, entry, k, total, cut)
-    decays = decays_since(sums_of_entries, total)
-    keys = entries.to(tl.float32)
-    columns = beside(with_entries(keys, decays, k), with_entries(keys, decays, q))
+    decays, entries = decays_since(sums_of_entries, total), entries.to(tl.float32)
+    columns = beside(with_entries(entries, decays, k), with_entries(entries, decays, q))
     columns = of_updates(updates, columns, tl.zeros([cut.BLOCK_ROWS, 8], tl.float32))
     known, result = products_with(packed, codes, residuals, scale, tl.exp(total), vectors, columns, format, cut)
-    update = (rotated(v, packed.ROTATION) - known) * beta
+    update = (rotated(v.to(tl.float32), packed.ROTATION) - known) * beta
     store_output(given, row, head, part, rotated(result + update * vectors.both, packed.ROTATION), cut)
     write_update(ring, slot, head, part, entry, update, cut)
+    tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
     return total
 
 
@@ -130,37 +151,30 @@ def decode_packed_kernel(packed, ring, given, TOKENS: tl.constexpr, COMMIT: tl.c
     request, head, part = begin(cut)
     row = request * TOKENS
     # All is asked for before anything is waited for.
-    loaded, own = load_keys(given, row, head, cut), load_own(given, row, head, part, cut)
+    keys, gates = load_keys(given, row, head, cut), load_gates(given, row, head, cut)
     slot, exists = slot_of(packed.slots, request)
     if exists:
         if ring.keys is None:
-            step_rounded(packed, given, loaded, own, row, slot, head, part, format, cut)
+            step_rounded(packed, given, keys, gates, row, slot, head, part, format, cut)
         else:
             count = tl.minimum(read_count(ring, slot, head, part, exists, cut), ring.LENGTH - ring.DRAFTS)
-            entries = load_entries(ring, slot, head, count, cut)
-            for i in tl.static_range(cut.SHARED):
-                total = total_of(ring, slot, head + i, count, cut)
-                for token in tl.static_range(TOKENS):
-                    if i + token > 0:
-                        own = load_own(given, row + token, head + i, part, cut)
-                        if TOKENS > 1:
-                            loaded = load_keys(given, row + token, head, cut)
-                            entries = load_entries(ring, slot, head, count + token, cut)
-                    at = row + token, slot, head + i, part, count + token
-                    total = step_in_ring(packed, ring, given, loaded, own, entries, *at, total, format, cut)
-                    tl.debug_barrier()  # the next token, or the rounding, reads the entry in other threads
+            total = total_of(ring, slot, head, count, cut)
+            for token in tl.static_range(TOKENS):
+                if token > 0:
+                    keys, gates = load_keys(given, row + token, head, cut), load_gates(given, row + token, head, cut)
+                at = row + token, slot, head, part, count + token
+                total = step_in_ring(packed, ring, given, keys, gates, *at, total, format, cut)
             if COMMIT:
                 count += TOKENS
-                full = count + ring.DRAFTS > ring.LENGTH
-                for i in range(cut.SHARED):
-                    if full:
-                        settle(packed, ring, slot, head + i, part, count, format, cut, folds)
-                    write_count(ring, slot, head + i, part, tl.where(full, 0, count), cut)
+                if count + ring.DRAFTS > ring.LENGTH:
+                    settle(packed, ring, slot, head, part, count, format, cut, folds)
+                    count = count * 0
+                write_count(ring, slot, head, part, count, cut)
     else:
+        nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
         for token in tl.static_range(TOKENS):
-            for i in tl.static_range(cut.SHARED):
-                nothing = tl.zeros([cut.BLOCK_ROWS], tl.float32)
-                store_output(given, row + token, head + i, part, nothing, cut)
+            for i in range(cut.BLOCKS):
+                store_output(given, row + token, head, part * cut.BLOCKS + i, nothing, cut)
 
 
 @triton.jit
@@ -261,9 +275,12 @@ def decode_packed(
     check_shape(op, "the state indices", slots, (given.qkv.data.shape[0] // tokens,))
     if given.qkv.data.shape[0] % tokens:
         raise ValueError(f"{op}: mixed_qkv must have verify={tokens} rows a request, got {given.qkv.data.shape[0]}")
-    constants = tokens, state.ring is not None and verify is None, bound.launch.cut
-    arguments = bound.packed, bound.ring, given, *constants
-    cut = joined(bound.launch.cut, slots.shape[0], bound.launch.programs, given.step.GROUP.value)
+    _, cut, _, _, shape = bound.launch
+    folds = joined(cut, slots.shape[0], shape, FOLDED)
+    # Decays of keys take the registers that blocks on their way would need.
+    cut = joined(cut, slots.shape[0], shape)._replace(STAGES=constant(shape.stages if decays == 1 else 1))
+    constants = tokens, state.ring is not None and verify is None
+    arguments = bound.packed, bound.ring, given, *constants, folds
     launch = bound.launch._replace(cut=cut)
     run(decode_packed_kernel, slots.shape[0], launch, state.codes.device, *arguments, fusion=True)
 

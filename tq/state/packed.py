@@ -260,7 +260,9 @@ def bind_packed(
     check_shape(op, "scales", state.scales, scales_shape(state.codes, state.granularity))
     place = bind_slots(op, codes, slots, null_slot, has_initial_state, num_accepted_tokens, name)
     residuals = bind_residuals(op, state)
-    shape = bind.packed_tuning if state.ring is None else bind.ring_tuning
+    in_integers = code == "int8" and GRANULARITIES[state.granularity].keys == 0 and state.residuals is None
+    shape = bind.packed_tuning if in_integers else bind.wide_tuning
+    shape = shape if state.ring is None else bind.ring_tuning
     # All channels that are mixed are of one block.
     shape = shape._replace(part=max(shape.part, state.hadamard * padded(state.codes.shape[3])))
     launch = bind_format(op, place, code, state.granularity, "value_first", shape=shape)

@@ -180,9 +180,8 @@ def load_entries(ring, slot, head, count, cut):
 
 
 @triton.jit
-def load_own_entries(ring, slot, head, block, count, cut):
-    """(G_i [PADDED, 1] or [PADDED, BLOCK_COLS], u_i [BLOCK_ROWS, PADDED] of a block) of the entries in use, zeros of
-    others, in their dtypes."""
+def load_sums(ring, slot, head, count, cut):
+    """G_i [PADDED, 1] or [PADDED, BLOCK_COLS] of the entries in use, zeros of others."""
     entry = tl.arange(0, ring.PADDED)
     if ring.DECAYS == 1:
         sums = tl.load(entry_of_decays(ring, slot, head, entry), mask=entry < count, other=0.0)[:, None]
@@ -190,9 +189,16 @@ def load_own_entries(ring, slot, head, block, count, cut):
         channel, inside = decays_of(ring, cut)
         at = entry_of_decays(ring, slot, head, entry[:, None]) + channel
         sums = tl.load(at, mask=(entry[:, None] < count) & inside, other=0.0)
+    return sums
+
+
+@triton.jit
+def load_updates(ring, slot, head, block, count, cut):
+    """u_i [BLOCK_ROWS, PADDED] of a block and of the entries in use, zeros of others, in their dtype."""
+    entry = tl.arange(0, ring.PADDED)[None, :]
     value, inside = values_of(block, cut)
-    at = entry_of_updates(ring, slot, head, entry[None, :], cut) + value[:, None]
-    return sums, tl.load(at, mask=(entry[None, :] < count) & inside[:, None], other=0.0)
+    at = entry_of_updates(ring, slot, head, entry, cut) + value[:, None]
+    return tl.load(at, mask=(entry < count) & inside[:, None], other=0.0)
 
 
 @triton.jit
@@ -230,7 +236,7 @@ def of_updates(updates, values, tile):
 def fold(tile, ring, slot, head, block, count, total, cut):
     """tile + sum of u_i (exp(total - G_i) k_i)^T over the entries in use, [BLOCK_ROWS, BLOCK_COLS]."""
     keys = load_entries(ring, slot, head, count, cut).to(tl.float32)
-    sums, updates = load_own_entries(ring, slot, head, block, count, cut)
+    sums, updates = load_sums(ring, slot, head, count, cut), load_updates(ring, slot, head, block, count, cut)
     return of_updates(updates, keys * decays_since(sums, total), tile)
 
 

@@ -112,14 +112,19 @@ def load_keys(given, row, head, cut):
 
 
 @triton.jit
-def load_own(given, row, head, block, cut):
-    """(v [values of a block], gates) of a head of a row, in their dtypes."""
-    key = tl.arange(0, cut.BLOCK_COLS)
+def load_values(given, row, head, block, cut):
+    """v [values of a block] of a head of a row, in their dtype."""
     value = block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS)
     keys: tl.constexpr = cut.HEADS // given.step.GROUP * cut.COLS
     at = given.qkv.data + row * given.qkv.stride + 2 * keys + head * cut.ROWS + value
-    v = tl.load(at, mask=value < cut.ROWS, other=0.0)
-    return v, given.step.load_gates(given.gates, row, head, key, key < cut.COLS, cut)
+    return tl.load(at, mask=value < cut.ROWS, other=0.0)
+
+
+@triton.jit
+def load_gates(given, row, head, cut):
+    """What the gates of a head of a row are made of, in its dtypes."""
+    key = tl.arange(0, cut.BLOCK_COLS)
+    return given.step.load_gates(given.gates, row, head, key, key < cut.COLS, cut)
 
 
 @triton.jit
@@ -167,14 +172,6 @@ def vectors_of(loaded, given):
         factor_q, factor_k = given.scale / most_q, 1.0 / most_k
     most_q, most_k = tl.abs(factor_q) * most_q, factor_k * most_k
     return Vectors(q * factor_q, k * factor_k, both * (factor_q * factor_k), most_q, most_k)
-
-
-@triton.jit
-def own_of(loaded, given):
-    """`load_own` in fp32: (v [values of a block], log decay [1, 1] or [1, keys], beta)."""
-    v, gates = loaded
-    log_decay, beta = given.step.gates_of(gates, given.gates)
-    return v.to(tl.float32), log_decay, beta
 
 
 @triton.jit
