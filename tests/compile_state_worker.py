@@ -8,7 +8,7 @@ import torch
 from compile_worker import Compiling, main, targets_of
 
 import tq.state
-from tq.state import bind, decode, decode_packed, packed, qdq, report
+from tq.state import bind, commit, decode, decode_packed, packed, qdq, report
 
 SLOTS, BATCH, HEADS, KEY_HEADS, SIZE = 8, 4, 4, 2, 128
 
@@ -72,7 +72,7 @@ KERNELS = {
         decode_packed.decode_packed_kernel,
         lambda s, i, o: call_kda(packed_state(o, "key_channel"), i, o),
     ),
-    "commit": (decode_packed, "commit_kernel", decode_packed.commit_kernel, call_commit),
+    "commit": (commit, "commit_kernel", commit.commit_kernel, call_commit),
 }
 
 

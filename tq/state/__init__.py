@@ -1,8 +1,9 @@
 """Recurrent states of GDN and KDA: rounded in the cache, on the way from or to it, or inside a decode step;
 or kept as codes and scales."""
 
+from tq.state.commit import commit_, flush_
 from tq.state.decode import gdn_decode, kda_decode
-from tq.state.decode_packed import commit_, flush_, gdn_decode_packed, kda_decode_packed
+from tq.state.decode_packed import gdn_decode_packed, kda_decode_packed
 from tq.state.formats import FORMATS, GRANULARITIES
 from tq.state.packed import PackedState, copy_, pack_, unpack
 from tq.state.qdq import gather, qdq_, scatter_
