@@ -164,7 +164,7 @@ def test_moves_wide_words_and_spills_nothing(compiled, chosen):
     # alone.
     rows = [size for size in facts["loads"] if size != 4]
     if chosen["producer"] == "qk_norm_rope":
-        rows.remove(8)  # a position
+        rows = [size for size in rows if size != 8]  # a position: Triton 3.6 asks for it several times, ptxas once
     if chosen["producer"] == "swiglu_oai" and chosen["dtype"] != "float32":
         rows = [16] if not rows else []  # pairs of 4 bytes, and nothing smaller
     assert rows and min(rows) >= (8 if chosen["producer"] == "swiglu_oai" else 16), facts["loads"]
