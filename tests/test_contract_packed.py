@@ -37,9 +37,9 @@ def make(monkeypatch, tmp_path):
     """Makes layers with pages full of garbage."""
     monkeypatch.setattr(packed_layers, "platform_refusal", lambda: None)
 
-    def build(kind, replay=0, prefix="layers.0.mixer"):
+    def build(kind, replay=0, prefix="layers.0.mixer", more=""):
         path = tmp_path / "recipe.yaml"
-        path.write_text(RECIPE.format(cfg=f"{CFG}, replay: {replay}"))
+        path.write_text(RECIPE.format(cfg=f"{CFG}, replay: {replay}{more}"))
         monkeypatch.setenv("TQ_STATE_RECIPE", str(path))
         if kind == "gdn":
             made = packed_layers.gdn_layer(NATIVE)
@@ -164,6 +164,27 @@ def test_steps_of_decoding(make, monkeypatch, kind, replay):
             assert torch.equal(layer.tq_state.codes[5], codes)
             np.testing.assert_allclose(numbers(unpacked(layer, 5))[0], exact, **close)
     assert torch.equal(layer.pages[2], kept)
+
+
+@KINDS
+@pytest.mark.parametrize("replay", [0, 4])
+def test_residuals_of_mixed_channels(make, monkeypatch, kind, replay):
+    """What is stored of a prompt is nearer than codes alone could be, and a step goes on from it."""
+    layer = make(kind, replay, more=", residual: true, hadamard: 4")
+    assert layer.get_state_dtype()[3] == torch.uint8 and layer.tq_state.hadamard == 4
+    call(monkeypatch, layer, [], [(5, 6, False)], 0)
+    start, exact = unpacked(layer, 5), numbers(layer.final[0])[0]
+    # A mixed channel is at most twice as large as the largest of its four, and so is an error that is mixed back.
+    largest = np.abs(exact).reshape(HEADS, -1, 4 * SIZE).max(-1).repeat(4, 1)[..., None]
+    assert (np.abs(numbers(start)[0] - exact) <= 4 * largest / 127 / 28 * 1.001 + 1e-6).all()
+    out, given = call(monkeypatch, layer, [5], [], 1)
+    _, want = expected_step(layer, start, given, 0)
+    np.testing.assert_allclose(numbers(out[0])[0], want, rtol=1e-2, atol=1e-2 if replay else 1e-4)
+
+
+def test_channels_that_cannot_be_mixed(make):
+    with pytest.raises(ValueError, match=f"hadamard must be 0 or a power of two that divides {SIZE} values, got 256"):
+        make("gdn", more=", hadamard: 256")
 
 
 @KINDS

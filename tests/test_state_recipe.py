@@ -63,6 +63,7 @@ def test_the_last_rule_that_matches_counts():
         ({"axis": [0, 1, 3], "packed": True}, ("int8", "value_channel", True)),
         ({"axis": [0, 1, 3], "packed": True, "replay": 16}, ("int8", "value_channel", True, 16)),
         ({"packed": False, "replay": 0}, ("int8", "head")),
+        ({"packed": True, "residual": True, "hadamard": 32}, ("int8", "head", True, 0, True, 32)),
     ],
 )
 def test_attributes(changes, options):
@@ -87,6 +88,10 @@ def test_attributes(changes, options):
         (with_cfg(replay=16), "replay of *state_quantizer must be 0, a ring's entries, and packed true with one; got"),
         (with_cfg(packed=True, replay=129), "replay of *state_quantizer must be 0 to 128, a ring's entries"),
         (with_cfg(packed=True, replay=True), "got True"),
+        (with_cfg(residual=True), "residual of *state_quantizer must be False, and packed true with one; got True"),
+        (with_cfg(packed=True, num_bits=[4, 3], residual=True), "must be False, steps of FP8 differ; got True"),
+        (with_cfg(hadamard=2), "hadamard of *state_quantizer must be 0, value channels, and packed true with some"),
+        (with_cfg(packed=True, hadamard=3), "hadamard of *state_quantizer must be 0 to 256, value channels"),
         (with_cfg(axis=None), "must have either axis or block_sizes, got axis=None and None"),
         (with_cfg(block_sizes={-1: 32}), "must have either axis or block_sizes, got axis=[0, 1]"),
         (with_cfg(axis=None, block_sizes={-1: 128}), "must be {-1: 16, 32 or 64}, got {-1: 128}"),

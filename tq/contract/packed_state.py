@@ -24,7 +24,16 @@ def template_of(options: StateOptions, heads: int, values: int, keys: int, key_h
         ring = Ring.zeros(1, heads, values, keys, length=options.replay, gate=gate, key_heads=key_heads, device="meta")
     code = "fp8_e4m3" if options.code == "fp8_e4m3" else "int8"  # no state has the code -128, in either range
     return PackedState.zeros(
-        1, heads, values, keys, code=code, granularity=options.granularity, device="meta", ring=ring
+        1,
+        heads,
+        values,
+        keys,
+        code=code,
+        granularity=options.granularity,
+        device="meta",
+        ring=ring,
+        residual=options.residual,
+        hadamard=options.hadamard,
     )
 
 
@@ -38,11 +47,10 @@ def slot_dtypes(template: PackedState) -> tuple[torch.dtype, ...]:
 
 def packed_view(template: PackedState, tensors: Sequence[torch.Tensor]) -> PackedState:
     """The states in a cache, whose tensors are those of the template in order."""
-    ring = None
-    if template.ring is not None:
-        keys, updates, decays, counts = tensors[2:]
-        ring = Ring(keys, updates, decays, counts, template.ring.drafts)
-    return PackedState(tensors[0], tensors[1], template.granularity, ring)
+    codes, scales, *rest = tensors
+    residuals = None if template.residuals is None else rest.pop(0)
+    ring = None if template.ring is None else Ring(*rest, drafts=template.ring.drafts)
+    return PackedState(codes, scales, template.granularity, ring, residuals, template.hadamard)
 
 
 class PackedCache:

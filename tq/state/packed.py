@@ -74,8 +74,10 @@ class PackedState:
         residual: bool = False,
         hadamard: int = 0,
     ) -> PackedState:
-        """A new cache of states that are zero. residual: with residuals. Raises ValueError for names that are none."""
+        """A new cache of states that are zero. residual: with residuals. Raises ValueError for names that are none, and
+        for `hadamard` that does not divide the values."""
         check_choice("PackedState.zeros", "code", code, tuple(CODES))
+        check_hadamard("PackedState.zeros", hadamard, values)
         check_choice("PackedState.zeros", "granularity", granularity, tuple(GRANULARITIES))
         codes = torch.zeros(slots, heads, values, keys, dtype=CODES[code], device=device)
         shape = scales_shape(codes, granularity)
@@ -221,12 +223,16 @@ def copy_(
     return state
 
 
+def check_hadamard(op: str, size: int, values: int) -> None:
+    """Raises ValueError where `size` of `values` channels cannot be mixed."""
+    if not isinstance(size, int) or size < 0 or size & (size - 1) or (size and values % size):
+        raise ValueError(f"{op}: hadamard must be 0 or a power of two that divides {values} values, got {size!r}")
+
+
 def bind_residuals(op: str, state: PackedState) -> tuple[torch.Tensor | None, int]:
     """Checks the options of a packed state; (residuals, elements between slots)."""
     values, keys = state.codes.shape[2:]
-    size = state.hadamard
-    if not isinstance(size, int) or size < 0 or size & (size - 1) or (size and values % size):
-        raise ValueError(f"{op}: hadamard must be 0 or a power of two that divides {values} values, got {size!r}")
+    check_hadamard(op, state.hadamard, values)
     if state.residuals is None:
         return None, 0
     if state.codes.dtype != torch.int8:

@@ -17,12 +17,19 @@ OP = "state recipe"
 
 class StateOptions(NamedTuple):
     """The code and granularity of `tq.state.qdq_`; with `packed`, of a `tq.state.PackedState` whose ring has `replay`
-    entries, 0 for none."""
+    entries, 0 for none, with `residual` and `hadamard` as there."""
 
     code: str
     granularity: str
     packed: bool = False
     replay: int = 0
+    residual: bool = False
+    hadamard: int = 0
+
+
+# The options that are not ModelOpt's, and what they are where a recipe does not have them.
+STORAGE = {name: StateOptions._field_defaults[name] for name in ("packed", "replay", "residual", "hadamard")}
+MIXED = (0, *(1 << power for power in range(1, 9)))
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,10 @@ def parse_recipe(document: Any) -> Recipe:
 
     cfg of a state: num_bits 8 or [4, 3] (or e4m3); type dynamic; axis [0, 1], [0, 1, 3] or [0, 1, 2] (a scale a head, a
     value channel or a key channel, ModelOpt's states being keys by values) or block_sizes {-1: 16, 32 or 64} (that many
-    value channels of a key channel); narrow_range; unsigned false. Two keys are not ModelOpt's: packed true keeps the
-    codes in the cache, and replay L lets a state be rounded once in L tokens. Every other key or value is an error that
-    names it, so that no recipe is followed by half.
+    value channels of a key channel); narrow_range; unsigned false. Four keys are not ModelOpt's: packed true keeps the
+    codes in the cache; with it, replay L lets a state be rounded once in L tokens, residual true keeps four bits more of
+    an element of INT8, and hadamard mixes that many value channels. Every other key or value is an error that names it,
+    so that no recipe is followed by half.
     """
     top = fields("the document", document, ("quantize", "metadata"))
     quantize = fields("quantize", top.get("quantize"), ("quant_cfg", "algorithm"))
@@ -120,7 +128,7 @@ def parse_rule(entry: Any) -> tuple[str, StateOptions | None]:
 
 def parse_quantizer(name: str, cfg: Any) -> StateOptions:
     """The options that a quantizer's attributes come to."""
-    keys = ("num_bits", "type", "axis", "block_sizes", "narrow_range", "unsigned", "packed", "replay")
+    keys = ("num_bits", "type", "axis", "block_sizes", "narrow_range", "unsigned", *STORAGE)
     given = fields(f"cfg of {name}", cfg, keys)
     expect(f"type of {name}", given.get("type"), ("dynamic",), "a state has no amax that could be calibrated")
     expect(f"unsigned of {name}", given.get("unsigned", False), (False,))
@@ -129,19 +137,26 @@ def parse_quantizer(name: str, cfg: Any) -> StateOptions:
     bits = given.get("num_bits")
     if bits in ([4, 3], (4, 3), "e4m3"):
         expect(f"narrow_range of {name}", narrow, (False,), "FP8 has no other range")
-        return StateOptions("fp8_e4m3", parse_granularity(name, given), *parse_storage(name, given))
+        expect(f"residual of {name}", given.get("residual", False), (False,), "steps of FP8 differ")
+        return StateOptions("fp8_e4m3", parse_granularity(name, given), **parse_storage(name, given))
     expect(f"num_bits of {name}", bits, (8,), "or [4, 3]")
     code = "int8_narrow" if narrow else "int8"
-    return StateOptions(code, parse_granularity(name, given), *parse_storage(name, given))
+    return StateOptions(code, parse_granularity(name, given), **parse_storage(name, given))
 
 
-def parse_storage(name: str, given: dict[str, Any]) -> tuple[bool, int]:
-    """(whether a state is kept packed, entries of its ring)"""
-    packed, replay = given.get("packed", False), given.get("replay", 0)
+def parse_storage(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """How a state is kept: the options of `STORAGE`."""
+    found = {key: given.get(key, default) for key, default in STORAGE.items()}
+    packed = found["packed"]
     expect(f"packed of {name}", packed, (True, False))
     longest = LONGEST if packed else 0
-    expect(f"replay of {name}", replay, tuple(range(longest + 1)), "a ring's entries, and packed true with one")
-    return packed, replay
+    expect(
+        f"replay of {name}", found["replay"], tuple(range(longest + 1)), "a ring's entries, and packed true with one"
+    )
+    expect(f"residual of {name}", found["residual"], (True, False) if packed else (False,), "and packed true with one")
+    mixed = MIXED if packed else (0,)
+    expect(f"hadamard of {name}", found["hadamard"], mixed, "value channels, and packed true with some")
+    return found
 
 
 # Axes kept by ModelOpt, of slots, heads, keys and values.
@@ -177,7 +192,7 @@ def write_rule(name: str, options: StateOptions | None) -> dict[str, Any]:
     else:
         cfg["narrow_range"] = options.code == "int8_narrow"
     if options.packed:
-        cfg |= {"packed": True, "replay": options.replay}
+        cfg |= {key: getattr(options, key) for key in STORAGE}
     return {"quantizer_name": name, "cfg": cfg}
 
 
