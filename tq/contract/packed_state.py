@@ -49,7 +49,10 @@ def packed_view(template: PackedState, tensors: Sequence[torch.Tensor]) -> Packe
     """The states in a cache, whose tensors are those of the template in order."""
     codes, scales, *rest = tensors
     residuals = None if template.residuals is None else rest.pop(0)
-    ring = None if template.ring is None else Ring(*rest, drafts=template.ring.drafts)
+    ring = None
+    if template.ring is not None:
+        keys, updates, decays, counts = rest
+        ring = Ring(keys, updates, decays, counts, template.ring.drafts)
     return PackedState(codes, scales, template.granularity, ring, residuals, template.hadamard)
 
 
