@@ -66,8 +66,8 @@ def parse_recipe(document: Any) -> Recipe:
     value channel or a key channel, ModelOpt's states being keys by values) or block_sizes {-1: 16, 32 or 64} (that many
     value channels of a key channel); narrow_range; unsigned false. Four keys are not ModelOpt's: packed true keeps the
     codes in the cache; with it, replay L lets a state be rounded once in L tokens, residual true keeps four bits more
-    of an element of INT8, and hadamard mixes that many value channels. Every other key or value is an error that names it,
-    so that no recipe is followed by half.
+    of an element of INT8, and hadamard mixes that many value channels. Every other key or value is an error that names
+    it, so that no recipe is followed by half.
     """
     top = fields("the document", document, ("quantize", "metadata"))
     quantize = fields("quantize", top.get("quantize"), ("quant_cfg", "algorithm"))
