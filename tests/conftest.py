@@ -57,3 +57,11 @@ def layer(adapter, monkeypatch: pytest.MonkeyPatch):
     from contract_fakes import known_decoder
 
     return known_decoder(monkeypatch)
+
+
+@pytest.fixture
+def make_packed(monkeypatch, tmp_path):
+    """Makes layers with packed states."""
+    from packed_fakes import layer_maker
+
+    return layer_maker(monkeypatch, tmp_path)

@@ -7,9 +7,12 @@ from math import prod
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from helpers import DEVICE
 from state_helpers import numbers, step
+
+from tq.contract import packed_layers
 
 HEADS, SIZE, SLOTS = 2, 16, 7
 CFG = "num_bits: 8, type: dynamic, axis: [0, 1, 3], packed: true"
@@ -125,3 +128,28 @@ CACHE = {
 
 def config():
     return SimpleNamespace(cache_config=SimpleNamespace(**CACHE), kv_transfer_config=None, num_spec=0)
+
+
+def layer_maker(monkeypatch, tmp_path):
+    """Makes layers with pages full of garbage."""
+    monkeypatch.setattr(packed_layers, "platform_refusal", lambda: None)
+
+    def build(kind, replay=0, prefix="layers.0.mixer", more=""):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(RECIPE.format(cfg=f"{CFG}, replay: {replay}{more}"))
+        monkeypatch.setenv("TQ_STATE_RECIPE", str(path))
+        if kind == "gdn":
+            made = packed_layers.gdn_layer(NATIVE)
+        else:
+            pytest.importorskip("vllm.compilation.breakable_cudagraph")
+            monkeypatch.setattr(packed_layers, "import_module", lambda name: NATIVE)
+            made = packed_layers.kda_layer(NATIVE)
+        layer = made(None, config(), prefix)
+        chunk_kda.layer = layer
+        shapes, dtypes = layer.get_state_shape(), layer.get_state_dtype()
+        size = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        layer.pages = torch.full((SLOTS, size + 64), GARBAGE, dtype=torch.int8, device=DEVICE)
+        layer.bind_kv_cache(layer.pages)
+        return layer
+
+    return build

@@ -1,11 +1,8 @@
-"""Layers with packed states in vLLM: what their slots hold, what each kind of call does to them, and what is refused.
-vLLM's layers are stood in for, but where its own classes are what is asked about."""
+"""Layers with packed states in vLLM: what their slots hold, and what each kind of call does to them. vLLM's layers are
+stood in for."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,49 +10,14 @@ import pytest
 import torch
 from helpers import DEVICE
 from packed_fakes import (
-    CFG,
-    GARBAGE,
     HEADS,
-    NATIVE,
-    RECIPE,
     SIZE,
     SLOTS,
-    Base,
-    QwenGatedDeltaNetAttention,
-    chunk_kda,
-    config,
 )
 from state_helpers import indices, numbers, sigmoid, softplus, step
 
 from tq import state as tq_state
-from tq.contract import packed_layers, packed_state, state
-from tq.state import StateOptions
-
-
-@pytest.fixture
-def make(monkeypatch, tmp_path):
-    """Makes layers with pages full of garbage."""
-    monkeypatch.setattr(packed_layers, "platform_refusal", lambda: None)
-
-    def build(kind, replay=0, prefix="layers.0.mixer", more=""):
-        path = tmp_path / "recipe.yaml"
-        path.write_text(RECIPE.format(cfg=f"{CFG}, replay: {replay}{more}"))
-        monkeypatch.setenv("TQ_STATE_RECIPE", str(path))
-        if kind == "gdn":
-            made = packed_layers.gdn_layer(NATIVE)
-        else:
-            pytest.importorskip("vllm.compilation.breakable_cudagraph")
-            monkeypatch.setattr(packed_layers, "import_module", lambda name: NATIVE)
-            made = packed_layers.kda_layer(NATIVE)
-        layer = made(None, config(), prefix)
-        chunk_kda.layer = layer
-        shapes, dtypes = layer.get_state_shape(), layer.get_state_dtype()
-        size = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-        layer.pages = torch.full((SLOTS, size + 64), GARBAGE, dtype=torch.int8, device=DEVICE)
-        layer.bind_kv_cache(layer.pages)
-        return layer
-
-    return build
+from tq.contract import packed_layers
 
 
 def call(monkeypatch, layer, decodes, prompts, seed):
@@ -126,9 +88,9 @@ KINDS = pytest.mark.parametrize("kind", ["gdn", "kda"])
 
 @KINDS
 @pytest.mark.parametrize("replay", [0, 4])
-def test_chunks_go_on_from_what_is_stored(make, monkeypatch, kind, replay):
+def test_chunks_go_on_from_what_is_stored(make_packed, monkeypatch, kind, replay):
     """Fresh slots are not read, whatever they hold; final states are rounded once; no other slot changes."""
-    layer = make(kind, replay)
+    layer = make_packed(kind, replay)
     before = layer.pages.clone()
     call(monkeypatch, layer, [], [(5, 6, False), (2, 3, False)], 0)
     assert layer.seen[0].shape[0] == 3 and not layer.seen[0].any()
@@ -144,9 +106,9 @@ def test_chunks_go_on_from_what_is_stored(make, monkeypatch, kind, replay):
 
 @KINDS
 @pytest.mark.parametrize("replay", [0, 4])
-def test_steps_of_decoding(make, monkeypatch, kind, replay):
+def test_steps_of_decoding(make_packed, monkeypatch, kind, replay):
     """Outputs are those of a step in float64; the state is rounded by each, or is kept in the ring until it is full."""
-    layer = make(kind, replay)
+    layer = make_packed(kind, replay)
     call(monkeypatch, layer, [], [(5, 6, False), (2, 3, False)], 0)
     kept, codes = layer.pages[2].clone(), layer.tq_state.codes[5].clone()
     close = {"rtol": 1e-2, "atol": 1e-2} if replay else {"rtol": 1e-5, "atol": 1e-5}  # entries of a ring are bf16
@@ -168,9 +130,9 @@ def test_steps_of_decoding(make, monkeypatch, kind, replay):
 
 @KINDS
 @pytest.mark.parametrize("replay", [0, 4])
-def test_residuals_of_mixed_channels(make, monkeypatch, kind, replay):
+def test_residuals_of_mixed_channels(make_packed, monkeypatch, kind, replay):
     """What is stored of a prompt is nearer than codes alone could be, and a step goes on from it."""
-    layer = make(kind, replay, more=", residual: true, hadamard: 4")
+    layer = make_packed(kind, replay, more=", residual: true, hadamard: 4")
     assert layer.get_state_dtype()[3] == torch.uint8 and layer.tq_state.hadamard == 4
     call(monkeypatch, layer, [], [(5, 6, False)], 0)
     start, exact = unpacked(layer, 5), numbers(layer.final[0])[0]
@@ -182,15 +144,15 @@ def test_residuals_of_mixed_channels(make, monkeypatch, kind, replay):
     np.testing.assert_allclose(numbers(out[0])[0], want, rtol=1e-2, atol=1e-2 if replay else 1e-4)
 
 
-def test_channels_that_cannot_be_mixed(make):
+def test_channels_that_cannot_be_mixed(make_packed):
     with pytest.raises(ValueError, match=f"hadamard must be 0 or a power of two that divides {SIZE} values, got 256"):
-        make("gdn", more=", hadamard: 256")
+        make_packed("gdn", more=", hadamard: 256")
 
 
 @KINDS
-def test_decodes_meet_prompts(make, monkeypatch, kind):
+def test_decodes_meet_prompts(make_packed, monkeypatch, kind):
     """A step of one request and a chunk of another in one call: each as it would have been alone."""
-    layer = make(kind, 4)
+    layer = make_packed(kind, 4)
     call(monkeypatch, layer, [], [(5, 6, False), (2, 3, False)], 0)
     call(monkeypatch, layer, [5], [], 1)
     start = unpacked(layer, 5)
@@ -207,18 +169,18 @@ def test_decodes_meet_prompts(make, monkeypatch, kind):
 
 
 @KINDS
-def test_padding_of_a_captured_step(make, monkeypatch, kind):
+def test_padding_of_a_captured_step(make_packed, monkeypatch, kind):
     """Requests with the null slot change nothing."""
-    layer = make(kind)
+    layer = make_packed(kind)
     before = layer.pages.clone()
     call(monkeypatch, layer, [0, 0], [], 0)
     assert torch.equal(layer.pages, before)
 
 
 @KINDS
-def test_what_a_slot_holds(make, kind):
+def test_what_a_slot_holds(make_packed, kind):
     """Shapes and dtypes that vLLM sizes its memory by: a quarter of fp32, and what the ring takes."""
-    layer = make(kind, 4)
+    layer = make_packed(kind, 4)
     assert layer.get_state_dtype() == (
         torch.bfloat16, torch.int8, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.uint8,
     )  # fmt: skip
@@ -227,14 +189,14 @@ def test_what_a_slot_holds(make, kind):
         (HEADS, SIZE, SIZE), (HEADS, SIZE, 1), (keys, 4, SIZE), (HEADS, 4, SIZE), (HEADS, 4, decays), (HEADS, SIZE),
     )  # fmt: skip
     assert layer.tq_state.codes.data_ptr() - layer.pages.data_ptr() == layer.kv_cache[0][0].nbytes
-    plain = make(kind, prefix="plain.0")
+    plain = make_packed(kind, prefix="plain.0")
     assert plain.get_state_shape()[1:] == ((HEADS, SIZE, SIZE),) and plain.tq_template is None
     assert plain.get_state_dtype() == (torch.bfloat16, torch.float32)
 
 
 @KINDS
-def test_a_layer_that_the_recipe_leaves_out_is_vllms_own(make, monkeypatch, kind):
-    layer = make(kind, prefix="plain.0")
+def test_a_layer_that_the_recipe_leaves_out_is_vllms_own(make_packed, monkeypatch, kind):
+    layer = make_packed(kind, prefix="plain.0")
     monkeypatch.setattr(packed_layers, "current_metadata", lambda: {})
     if kind == "gdn":
         layer._forward_core(1, 2, 3, 4)
@@ -245,8 +207,8 @@ def test_a_layer_that_the_recipe_leaves_out_is_vllms_own(make, monkeypatch, kind
 
 @KINDS
 @pytest.mark.parametrize("found", [None, {}])
-def test_while_vllm_profiles(make, monkeypatch, kind, found):
-    layer = make(kind)
+def test_while_vllm_profiles(make_packed, monkeypatch, kind, found):
+    layer = make_packed(kind)
     before = layer.pages.clone()
     monkeypatch.setattr(packed_layers, "current_metadata", lambda: found)
     if kind == "gdn":
@@ -255,109 +217,3 @@ def test_while_vllm_profiles(make, monkeypatch, kind, found):
         layer._forward(1, 2, 3, 4, 5)
     assert layer.seen == ["warm-up torch.float32"] * (kind == "gdn") and torch.equal(layer.pages, before)
     assert torch.int8 in layer.get_state_dtype()
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"mamba_cache_mode": "align"}, "prefix caching copies states"),
-        ({"use_replayssm": True}, "ReplaySSM"),
-        ({"use_kda_recoverssm": True}, "RecoverSSM"),
-        ({"mamba_ssm_cache_dtype": "bfloat16"}, "--mamba-ssm-cache-dtype bfloat16"),
-        ({"num_spec": 2}, "drafts are verified on states in 3 slots"),
-        ({"kv_transfer_config": object()}, "KV transfer"),
-    ],
-)
-def test_what_cannot_be_packed_is_refused(make, change, reason):
-    make("gdn")  # for the recipe
-    made, vllm_config = packed_layers.gdn_layer(NATIVE), config()
-    for name, value in change.items():
-        owner = vllm_config if hasattr(vllm_config, name) else vllm_config.cache_config
-        setattr(owner, name, value)
-    with pytest.raises(ValueError, match=re.escape(reason)) as caught:
-        made(None, vllm_config, "layers.3.mixer")
-    assert "layers.3.mixer" in str(caught.value)
-
-
-def test_a_layer_without_a_packed_form_is_refused(make, monkeypatch):
-    make("kda")
-    monkeypatch.setattr(state, "platform_refusal", lambda: None)
-    layer = type("KimiK3DeltaAttention", (Base,), {"kda": True})(None, config(), "layers.0.mixer")
-    with pytest.raises(ValueError, match="KimiK3DeltaAttention has no packed form"):
-        state.apply_recipe(torch.nn.ModuleList([layer]))
-
-
-def test_a_packed_layer_is_not_rounded_too(make, monkeypatch):
-    layer = make("gdn", 4)
-    monkeypatch.setattr(state, "platform_refusal", lambda: None)
-    before = QwenGatedDeltaNetAttention._forward_core
-    recipe = state.apply_recipe(torch.nn.ModuleList([layer]))
-    assert recipe.rules == ((
-        "layers.0.mixer.gdn_state_quantizer", StateOptions("int8", "value_channel", True, 4)
-    ),)  # fmt: skip
-    assert QwenGatedDeltaNetAttention._forward_core is before and not hasattr(layer, "tq_state_options")
-
-
-def test_only_a_recipe_that_packs_changes_vllms_layers(monkeypatch, tmp_path):
-    called = []
-    monkeypatch.setattr(packed_layers, "register_layers", lambda: called.append(True))
-    monkeypatch.delenv("TQ_STATE_RECIPE", raising=False)
-    packed_layers.prepare_layers()
-    path = tmp_path / "recipe.yaml"
-    monkeypatch.setenv("TQ_STATE_RECIPE", str(path))
-    path.write_text(RECIPE.format(cfg="num_bits: 8, type: dynamic, axis: [0, 1]"))
-    packed_layers.prepare_layers()
-    assert called == []
-    path.write_text(RECIPE.format(cfg=CFG))
-    packed_layers.prepare_layers()
-    assert called == [True]
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    """vLLM's registry of replaced layers, restored afterwards."""
-    custom_op = pytest.importorskip("vllm.model_executor.custom_op")
-    monkeypatch.setattr(custom_op, "op_registry_oot", custom_op.op_registry_oot.copy())
-    return custom_op.op_registry_oot
-
-
-@pytest.mark.vllm
-def test_vllm_makes_packed_layers(registry):
-    """Its own classes, asked for a layer, make the packed one, once registered; whose methods take what theirs do."""
-    qwen, kimi = (pytest.importorskip(name) for name in (packed_layers.GDN, packed_layers.KDA))
-    packed_layers.register_layers()
-    packed_layers.register_layers()
-    for native, name, method in (
-        (qwen, "QwenGatedDeltaNetAttention", "_forward_core"),
-        (kimi, "KimiGatedDeltaNetAttention", "_forward"),
-    ):
-        owner = getattr(native, name)
-        made = type(owner.__new__(owner))
-        assert made is registry[name] and issubclass(made, packed_state.PackedCache) and made.__mro__[2] is owner
-        theirs = inspect.signature(inspect.unwrap(getattr(owner, method))).parameters
-        assert list(inspect.signature(inspect.unwrap(getattr(made, method))).parameters) == list(theirs)
-        assert list(inspect.signature(owner.__init__).parameters)[1:4] == ["config", "vllm_config", "prefix"]
-    for name in ("causal_conv1d_fn", "causal_conv1d_update", "fused_post_conv_prep", "is_conv_state_dim_first"):
-        assert callable(getattr(qwen, name)) and (name == "fused_post_conv_prep" or callable(getattr(kimi, name)))
-
-
-@pytest.mark.vllm
-def test_another_plugins_layer_is_not_replaced(registry):
-    pytest.importorskip(packed_layers.GDN)
-    registry["QwenGatedDeltaNetAttention"] = Base
-    with pytest.raises(ValueError, match="must be vLLM's own"):
-        packed_layers.register_layers()
-
-
-@pytest.mark.vllm
-def test_vllm_sizes_its_pages_by_what_layers_declare(make, monkeypatch):
-    vllm_config = pytest.importorskip("vllm.config")
-    layer = make("gdn", 4)
-    monkeypatch.setattr(vllm_config, "get_layers_from_vllm_config", lambda config, kind: {"a": layer, "b": layer})
-    model = type("Model", (torch.nn.Module,), {})()
-    packed_layers.declare_pages(model)
-    assert not hasattr(type(model), "get_mamba_specs_from_config")
-    model.layer = layer
-    packed_layers.declare_pages(model)
-    first, second = type(model).get_mamba_specs_from_config(None)
-    assert first == second and first.page_size_bytes == layer.pages.shape[1] - 64
