@@ -183,6 +183,14 @@ def test_every_pair_of_elements_is_one_conversion(compiled, chosen):
     assert 4 * converted == sum(size for size in facts["loads"] if size == 16)
 
 
+@pytest.mark.parametrize("chosen", [each for each in HOPPER if tq.SCHEMES[each["scheme"]].group], ids=name_of)
+def test_scales_of_groups_stay_where_they_are(compiled, chosen):
+    """Warps wait for each other where a row is summed, twice for each sum and once between sums, and nowhere else: a
+    group's scale is stored by the threads that have it."""
+    moments = len(tq.PRODUCERS[chosen["producer"]].moments)
+    assert compiled(chosen)["barriers"] <= max(3 * moments - 1, 0)
+
+
 @pytest.mark.parametrize("other", [*SUMS_CHECKED, *SUMS_OF_FEW], ids=name_of)
 def test_sums_are_made_in_one_order(compiled, other):
     """By a check, else y would differ in its last bit, and right scales and codes would count as wrong; and with few

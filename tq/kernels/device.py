@@ -15,6 +15,13 @@ from tq.kernels.target import INTERPRETED
 MOST_SIGNALS = tl.constexpr(2048)
 
 
+# Stores $2 at $1 if $3; $0 only because something must be returned.
+STORE_8, STORE_32 = (
+    tl.constexpr(f"{{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.{kind} [$1], $2; mov.u32 $0, 0; }}")
+    for kind in ("b8", "b32")
+)
+
+
 class Rows(NamedTuple):
     """A [M, N] tensor whose last stride is 1; `stride` is the distance of two rows in elements."""
 
@@ -84,6 +91,27 @@ def store_rows(rows, row, col, value, mask):
     """rows[row, col] = value, rounded to nearest-even in the dtype of `rows`."""
     dtype: tl.constexpr = rows.data.dtype.element_ty
     tl.store(rows.data + (row * rows.stride + col), narrow(value, dtype), mask=mask)
+
+
+@triton.jit
+def store_shared(address, value, mask):
+    """tl.store(address, value, mask), [rows, groups, 1], of what all threads of a group know: they all store it, at
+    once. tl.store hands it to one thread for each address first, through shared memory and two barriers."""
+    if INTERPRETED or not tl.target_info.cuda_capability_geq(8, 0):
+        tl.store(address, value, mask=mask)
+    else:
+        element: tl.constexpr = address.dtype.element_ty
+        integer: tl.constexpr = tl.uint8 if element.primitive_bitwidth == 8 else tl.uint32
+        word = value.to(element).to(integer, bitcast=True).to(tl.uint32)
+        # A thread has as many copies of each as it has elements of the group, until the last axis is gone.
+        tl.inline_asm_elementwise(
+            STORE_8 if element.primitive_bitwidth == 8 else STORE_32,
+            "=r,l,r,r",
+            [tl.max(address.to(tl.uint64, bitcast=True), 2), tl.max(word, 2), tl.max(mask.to(tl.uint32), 2)],
+            dtype=tl.uint32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tq.kernels.device import load_vector, store_rows, wait_for_inputs
+from tq.kernels.device import load_vector, store_rows, store_shared, wait_for_inputs
 
 
 class Tiling(NamedTuple):
@@ -295,7 +295,10 @@ def quantize_rows_kernel(
         if scheme.GROUP > 0 or (scheme.GROUP == 0 and t == 0):
             address, there = scale_places(place, token, part, t, scheme, layout, tiling)
             stored = tl.where(exists[:, :, None], scheme.rule.store(fitted[0]), 0)
-            tl.store(address, stored, mask=there & written[:, :, None])
+            if scheme.GROUP > 0:
+                store_shared(address, stored, there & written[:, :, None])
+            else:
+                tl.store(address, stored, mask=written[:, :, None])
             if len(fitted) > 1:
                 tl.store(zero_points + row[:, :, None], fitted[1].to(tl.int32), mask=exists[:, :, None])
     if scheme.GROUP > 0:
