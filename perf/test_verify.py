@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from itertools import product
 
 import pytest
 
 import tq
 from perf import calls, matrix, verify
+from tq.kernels import tables
 
 COMBINATIONS = list(matrix.combinations())
 PAIRS = set(product(tq.PRODUCERS, tq.SCHEMES))
@@ -45,9 +47,15 @@ def test_every_producer_layout_and_scheme_in_every_dtype_with_most_tokens(dtype)
 
 
 def test_parts_are_told_apart_and_can_be_sent():
-    parts = verify.parts(matrix.SIZES)
+    parts = verify.parts(matrix.SIZES, "nvidia_h200")
     assert len({part.name for part in parts}) == len(parts)
     assert pickle.loads(pickle.dumps(parts[-1])).run.args == parts[-1].run.args
+
+
+def test_every_line_of_a_table_is_tried():
+    table = tables.table(tables.FOLDER / "nvidia_h200.json")
+    configs = [each.config for each in calls.in_table("nvidia_h200")]
+    assert Counter(configs) == Counter(table.values())
 
 
 def row_of(**different):

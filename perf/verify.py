@@ -3,9 +3,10 @@
     python -m perf.verify [--out perf/results/<gpu>/verify.json]
 
 Every producer with every scheme against torch; every layout and dtype in turn; the arithmetic over all mantissas;
-vLLM's quantizers where vLLM is installed; CUDA-graph capture with cold and warm kernels; the bits of a token in batches
-of two processes; calls that depend on each other, back to back; tensors of more than 2^31 elements; the template
-kernels under compute-sanitizer where it is installed. Exits non-zero on any failure.
+vLLM's quantizers where vLLM is installed; every line of the GPU's table against the heuristic; CUDA-graph capture with
+cold and warm kernels; the bits of a token in batches of two processes; calls that depend on each other, back to back;
+tensors of more than 2^31 elements; the template kernels under compute-sanitizer where it is installed. Exits non-zero
+on any failure.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from perf import calls, matrix
 from perf.arithmetic import divisions, encoders, roundings, scale_rule
 from perf.provenance import gpu_folder, provenance, write
 from tq.bench.ahead import in_processes
+from tq.kernels import tables
 
 CHAINED = (1, 16, 256, 4096)  # tokens: calls of few programs and of many wait for each other differently
 
@@ -42,7 +44,7 @@ class Part(NamedTuple):
     run: Callable[[], list[dict[str, Any]]]
 
 
-def parts(sizes: tuple[int, ...]) -> list[Part]:
+def parts(sizes: tuple[int, ...], gpu: str) -> list[Part]:
     """Everything, what takes long first. Most of the time is compilation, and no two parts compile the same."""
     dynamic = [scheme.name for scheme in tq.SCHEMES.values() if scheme.dynamic]
     every = sorted(matrix.combinations(sizes), key=lambda each: not each.checked)
@@ -53,6 +55,7 @@ def parts(sizes: tuple[int, ...]) -> list[Part]:
         *(Part(f"chain {tokens}", partial(calls.chain, tokens)) for tokens in CHAINED),
         *(Part(f"specials {name}", partial(calls.specials, name)) for name in tq.SCHEMES),
         *(Part(f"capture {'-'.join(pair)}", partial(calls.capture, *pair)) for pair in calls.PAIRS),
+        *(Part(f"tuned {'-'.join(map(str, each[:5]))}", partial(calls.tuned, each)) for each in calls.in_table(gpu)),
         *(Part(name_of(each), partial(matrix.against_reference, each)) for each in every),
     ]
 
@@ -92,7 +95,7 @@ def main(
     """Runs everything, no longer than `limit_s`."""
     began = time.monotonic()
     tools = ("memcheck", "racecheck") if sanitizer and shutil.which("compute-sanitizer") else ()
-    todo = parts(tuple(map(int, sizes.split(","))))
+    todo = parts(tuple(map(int, sizes.split(","))), str(tables.gpu_of(torch.device("cuda"))))
     spawn, rows, seconds = multiprocessing.get_context("spawn"), [], {}
 
     def left() -> float:

@@ -65,6 +65,23 @@ def test_the_fastest_wins(monkeypatch):
     assert set(asked) == set(search.tried(found.key, asked[0])) and found.tried == len(asked) / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "elements", "wins"), [("quantize", 1, False), ("rms_norm", 2, True), ("rms_norm", 3, False)]
+)
+def test_nothing_wins_that_writes_something_else(monkeypatch, name, elements, wins):
+    """The fastest is compiled to something wrong; the next is right. A sum may be another one, and a few codes."""
+    wrong, right = RowConfig(1, 2048, 2, 8), RowConfig(1, 1024, 4, 8)
+
+    def run(call, real=search.run):
+        real(call)
+        if tuning.forced() == wrong:
+            call.codes.view(-1)[:elements] ^= 1
+
+    monkeypatch.setattr(search, "run", run)
+    found, _ = searched(monkeypatch, lambda config: {wrong: 1.0, right: 1.1}.get(config, 1.5), name=name)
+    assert found.config == (wrong if wins else right)
+
+
 def test_the_heuristic_stays_within_the_noise(monkeypatch):
     heuristic = tuning.heuristic(4096, 0, True, False)
     found, _ = searched(monkeypatch, lambda config: 1.0 if config == heuristic else 0.995)

@@ -69,11 +69,15 @@ def describe(case: Case, check: bool = False, config: tuning.RowConfig | None = 
     return Description(case.producer.name, *case[1:], check, config, peer)
 
 
+def case_of(described: Description) -> Case:
+    """What was described."""
+    return Case(tq.PRODUCERS[described.producer], *described[1:5])
+
+
 def compile_one(described: Description) -> Description:
     """Runs the call once, and its check. A configuration that Triton cannot make is found out when it is timed."""
-    name, left_out, scheme, rows, hidden_size, check, config, peer = described
-    producer = tq.PRODUCERS[name]
-    case = Case(producer, left_out, scheme, rows, hidden_size)
+    case = case_of(described)
+    producer, scheme, config, peer = case.producer, case.scheme, described.config, described.peer
     if peer != "tq":
         torch._inductor.config.compile_threads = 1  # as many processes as there are cores run this already
         with suppress(Exception):  # what a peer cannot do is found out when it is timed
@@ -85,7 +89,7 @@ def compile_one(described: Description) -> Description:
     arguments, options = case.arguments(torch.bfloat16, "cuda")
     with nullcontext() if config is None else tuning.force(config), suppress(*([TritonError] if config else [])):
         producer(*arguments, scheme=scheme, **options)
-        if check:
+        if described.check:
             tq.check(producer, *arguments, scheme=scheme, **options)
     return described
 
