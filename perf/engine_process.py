@@ -6,6 +6,7 @@ turn by turn on the same weights and the same memory. A compiled engine is one s
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,13 @@ def run(folder: Path, checkpoint: Path, scheme: str, mode: str, side: str, backe
     if mode == "compiled":
         options["compilation_config"] = {"cudagraph_capture_sizes": GRAPH_SIZES}
     if torch.cuda.is_available():
-        options |= {"kv_cache_memory_bytes": 3 << 30, "attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1}
+        layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+        # The largest batch with its prompts takes 11/12 of it.
+        options |= {
+            "kv_cache_memory_bytes": layers * (3 << 26),
+            "attention_backend": "TRITON_ATTN",
+            "gpu_memory_utilization": 0.1,
+        }
     llm = LLM(
         str(checkpoint),
         skip_tokenizer_init=True,

@@ -51,22 +51,20 @@ def in_processes(
 
 
 class Description(NamedTuple):
-    """A case by names, for another process. check: whether `tq.check` runs too. config: None is what the call takes by
-    itself. peer: who runs it."""
+    """A case by names, for another process. config: None is what the call takes by itself. peer: who runs it."""
 
     producer: str
     left_out: tuple[str, ...]
     scheme: str
     rows: int
     hidden_size: int
-    check: bool = False
     config: tuning.RowConfig | None = None
     peer: str = "tq"
 
 
-def describe(case: Case, check: bool = False, config: tuning.RowConfig | None = None, peer: str = "tq") -> Description:
+def describe(case: Case, config: tuning.RowConfig | None = None, peer: str = "tq") -> Description:
     """The case, cut by itself or as `config` says."""
-    return Description(case.producer.name, *case[1:], check, config, peer)
+    return Description(case.producer.name, *case[1:], config, peer)
 
 
 def case_of(described: Description) -> Case:
@@ -75,7 +73,7 @@ def case_of(described: Description) -> Case:
 
 
 def compile_one(described: Description) -> Description:
-    """Runs the call once, and its check. A configuration that Triton cannot make is found out when it is timed."""
+    """Runs the call once. A configuration that Triton cannot make is found out when it is timed."""
     case = case_of(described)
     producer, scheme, config, peer = case.producer, case.scheme, described.config, described.peer
     if peer != "tq":
@@ -89,17 +87,15 @@ def compile_one(described: Description) -> Description:
     arguments, options = case.arguments(torch.bfloat16, "cuda")
     with nullcontext() if config is None else tuning.force(config), suppress(*([TritonError] if config else [])):
         producer(*arguments, scheme=scheme, **options)
-        if described.check:
-            tq.check(producer, *arguments, scheme=scheme, **options)
     return described
 
 
 def compile_all(todo: Iterable[Description]) -> Iterator[Description]:
     """Compiles these calls on this machine's GPU; each is returned when it is compiled. First what takes long: those of
-    others, checks, and sums."""
+    others, and sums."""
 
     def order(each: Description) -> tuple[bool, ...]:
-        return each.peer == "tq", not each.check, not tq.PRODUCERS[each.producer].moments
+        return each.peer == "tq", not tq.PRODUCERS[each.producer].moments
 
     ordered = sorted(todo, key=order)
     yield from in_processes(compile_one, ordered)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from rich.progress import track
 
 import tq
 from tq.bench import timing
-from tq.bench.ahead import Description, compile_all, describe
+from tq.bench.ahead import Description, case_of, compile_one, describe, in_processes
 from tq.bench.cases import Case, bytes_of, cases, in_turn
 from tq.bench.peers import PEERS
 from tq.cli import smollm2
@@ -29,44 +29,54 @@ from tq.kernels.rules import ScaleInputs
 from tq.kernels.schemes import Scheme
 
 MEASURED_TOKENS = 8192
+REPLAYS = 4  # of one time: there are many
 
 
-class Input(NamedTuple):
-    """One call to check. source: where the tensors come from. make: its arguments and options."""
+class Call(NamedTuple):
+    """One call to check, by names, so that another process can make it. source: where the tensors come from. site:
+    of captured ones; cache: where those are. timed: the call whose time is measured afterwards."""
 
     source: str
-    case: Case
-    make: Callable[[], tuple[tuple, dict[str, Any]]]
+    described: Description
+    device: str
+    site: str = ""
+    cache: Path | None = None
+    timed: Description | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Calls of one key are one finding."""
+        return self.source, case_of(self.described).name, self.described.scheme
 
 
-def random_inputs(every: Iterable[Case], device: torch.device) -> Iterator[Input]:
-    """Unit-normal activations, the same at each call."""
-
-    def make(case: Case) -> tuple[tuple, dict[str, Any]]:
-        torch.manual_seed(0)
-        return case.arguments(torch.bfloat16, device)
-
-    for case in every:
-        yield Input("random", case, partial(make, case))
-
-
-def captured_inputs(device: torch.device, cache: Path | None, tokens: int, console: Console) -> Iterator[Input]:
+@lru_cache
+def captured(cache: Path | None, tokens: int) -> dict[str, smollm2.CapturedSite]:
     """What the producers see inside SmolLM2-135M, with the scales calibrated for its linear layers."""
-    sites = smollm2.captured_activations(cache, tokens, report=lambda message: console.print(message, style="dim"))
+    return smollm2.captured_activations(cache, tokens, report=lambda message: Console(stderr=True).print(message))
 
-    def make(site: smollm2.CapturedSite, scheme: Scheme) -> tuple[tuple, dict[str, Any]]:
-        arguments = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in site.args)
-        options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in site.kwargs.items()}
-        return arguments, options | inputs_for(scheme, site.scale.to(device))
 
-    for site in sites.values():
+def captured_calls(device: str, cache: Path | None, tokens: int) -> Iterator[Call]:
+    """Every captured activation with every scheme."""
+    for name, site in captured(cache, tokens).items():
         producer = PRODUCERS[site.producer]
-        left_out = tuple(name for name in producer.optional if name not in site.kwargs)
+        left_out = tuple(option for option in producer.optional if option not in site.kwargs)
         plan = prepare(producer, site.args, "fp8_token", site.kwargs).plan
         for scheme in tq.SCHEMES.values():
             if not scheme.group or plan.hidden_size % scheme.group == 0:
                 case = Case(producer, left_out, scheme.name, plan.rows, plan.hidden_size)
-                yield Input("SmolLM2-135M", case, partial(make, site, scheme))
+                yield Call("SmolLM2-135M", describe(case), device, name, cache)
+
+
+def arguments_of(call: Call) -> tuple[tuple, dict[str, Any]]:
+    """Unit-normal activations, the same at each call; or captured ones."""
+    case, device = case_of(call.described), torch.device(call.device)
+    if not call.site:
+        torch.manual_seed(0)
+        return case.arguments(torch.bfloat16, device)
+    site = captured(call.cache, case.rows)[call.site]
+    arguments = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in site.args)
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in site.kwargs.items()}
+    return arguments, options | inputs_for(tq.SCHEMES[case.scheme], site.scale.to(device))
 
 
 def inputs_for(scheme: Scheme, scale: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -78,11 +88,6 @@ def inputs_for(scheme: Scheme, scale: torch.Tensor) -> dict[str, torch.Tensor]:
         "global_scale_inv": 448.0 * scheme.code.max / amax,
     }
     return {name: known[name] for name in scheme.rule.needs}
-
-
-def key_of(given: Input) -> tuple[str, str, str]:
-    """Calls of one key are one finding."""
-    return given.source, given.case.name, given.case.scheme
 
 
 def worst_error(
@@ -114,10 +119,11 @@ def ends_of(code: Code, device: torch.device) -> tuple[float, float]:
     return float(ends[0]), float(ends[1])
 
 
-def examine(given: Input, finding: Finding) -> None:
-    """Runs one call and adds what is found to `finding`."""
-    producer, scheme = given.case.producer, tq.SCHEMES[given.case.scheme]
-    arguments, options = given.make()
+def examine(call: Call) -> Finding:
+    """Runs one call and its check, beside float64; and once what is timed, so that it is compiled."""
+    case = case_of(call.described)
+    producer, scheme = case.producer, tq.SCHEMES[case.scheme]
+    arguments, options = arguments_of(call)
     result = producer(*arguments, scheme=scheme.name, **options)
     activation, side_outputs = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
     report = tq.check(producer, *arguments, scheme=scheme.name, activation=activation, **options)
@@ -127,32 +133,29 @@ def examine(given: Input, finding: Finding) -> None:
     ours = activation.data.view(torch.uint8).view(codes.shape)
     zero_points = () if activation.zero_point is None else (activation.zero_point.reshape(-1, 1).double(),)
     stored = (activation.scales().double(), *zero_points)
-    finding.worst_ulps = max(finding.worst_ulps, worst_error(scheme, truth.y, ours, stored, prepared.inputs))
-
-    finding.calls += 1
-    finding.codes += codes.numel()
-    finding.snr_db = min(finding.snr_db, report.snr_db)
-    finding.wrong_codes += report.wrong_codes
-    finding.wrong_scales += report.wrong_scales
-    finding.nonfinite_scales += report.nonfinite_scales
-    finding.saturated += report.saturated
     # A scale one unit away moves every tie of its row; such rows are judged by the check kernel and the error.
     same_scale = torch.ones_like(codes, dtype=torch.bool)
     if scheme.dynamic:
         groups = fitted[0].shape[-1]
         same_scale = (fitted[0] == stored[0]).repeat_interleave(codes.shape[-1] // groups, 1)
-    finding.differ += int(((codes != ours) & same_scale).sum())
-    for ours_side, true_side in zip(side_outputs, truth.side_outputs, strict=True):
-        finding.residual_differ += int((ours_side != true_side).sum())
-
-
-def as_compiled(inputs: list[Input], timed: Iterable[Case]) -> Iterator[Input]:
-    """The inputs, each when its kernels are compiled; in the end all that is timed is compiled as well."""
-    waiting: dict[Description, list[Input]] = {}
-    for given in inputs:
-        waiting.setdefault(describe(given.case, check=True), []).append(given)
-    for described in compile_all([*waiting, *map(describe, timed)]):
-        yield from waiting.get(described, ())
+    found = Finding(
+        *call.key,
+        calls=1,
+        codes=codes.numel(),
+        worst_ulps=worst_error(scheme, truth.y, ours, stored, prepared.inputs),
+        snr_db=report.snr_db,
+        wrong_codes=report.wrong_codes,
+        wrong_scales=report.wrong_scales,
+        nonfinite_scales=report.nonfinite_scales,
+        saturated=report.saturated,
+        differ=int(((codes != ours) & same_scale).sum()),
+        residual_differ=sum(int((a != b).sum()) for a, b in zip(side_outputs, truth.side_outputs, strict=True)),
+    )
+    if call.timed is not None:
+        compile_one(call.timed)
+    if arguments[0].is_cuda:
+        torch.cuda.empty_cache()  # many processes share the memory
+    return found
 
 
 def measure(case: Case, finding: Finding) -> None:
@@ -164,7 +167,7 @@ def measure(case: Case, finding: Finding) -> None:
         peers = [PEERS[name](prepared) for prepared in sets]
         if peers[0] is None:
             continue
-        time_us, _ = timing.device_time_us([peer.call for peer in peers if peer is not None])
+        time_us, _ = timing.device_time_us([peer.call for peer in peers if peer is not None], REPLAYS)
         if name == "vllm":
             finding.vllm_us = time_us
         else:
@@ -198,19 +201,26 @@ def check(
         named = not producers or case.producer.name in producers.split(",")
         return named and (not schemes or case.scheme in schemes.split(","))
 
-    every = list(cases((tokens,)))
-    inputs = list(random_inputs(filter(chosen, every if every_size else in_turn(every)), device))
-    if model:
-        inputs += [given for given in captured_inputs(device, cache, tokens, console) if chosen(given.case)]
-    findings = {key_of(given): Finding(given.source, given.case.name, given.case.scheme) for given in inputs}
+    every = list(filter(chosen, cases((tokens,))))
     # Of each pair the largest size: the others come before it.
-    timed = {("random", case.name, case.scheme): case._replace(rows=MEASURED_TOKENS) for case in filter(chosen, every)}
-    ready = as_compiled(inputs, timed.values()) if device.type == "cuda" else inputs
-    for given in track(ready, "checking", len(inputs), console=console, transient=True):
-        examine(given, findings[key_of(given)])
-    if device.type == "cuda":
-        for key, case in track(timed.items(), "timing", console=console, transient=True):
-            measure(case, findings[key])
+    timed = {(case.name, case.scheme): case._replace(rows=MEASURED_TOKENS) for case in every}
+    on_gpu = device.type == "cuda"
+    calls = [
+        Call("random", describe(case), str(device), timed=describe(timed[case.name, case.scheme]) if on_gpu else None)
+        for case in (every if every_size else in_turn(every))
+    ]
+    if model:
+        console.print("captured activations of SmolLM2-135M", style="dim")
+        calls += [call for call in captured_calls(str(device), cache, tokens) if chosen(case_of(call.described))]
+    # What takes longest to compile comes first: nothing then waits for it alone.
+    calls.sort(key=lambda call: on_gpu and not PRODUCERS[call.described.producer].moments)
+    findings = {call.key: Finding(*call.key) for call in calls}
+    examined = in_processes(examine, calls) if on_gpu else map(examine, calls)
+    for found in track(examined, "checking", len(calls), console=console, transient=True):
+        findings[found.key].add(found)
+    if on_gpu:
+        for pair, case in track(timed.items(), "timing", console=console, transient=True):
+            measure(case, findings[("random", *pair)])
     ordered = [findings[key] for key in sorted(findings, key=lambda key: key[1:])]
     show(console, ordered, MEASURED_TOKENS)
     failed = any(finding.failures for finding in ordered)

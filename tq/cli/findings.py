@@ -20,6 +20,11 @@ BF16_STEPS = 2 * 2.0**-7
 DIFFERENCES_PER_STEP = 2.0**-21
 
 
+ADDED = (
+    "calls", "codes", "wrong_codes", "wrong_scales", "nonfinite_scales", "saturated", "differ", "residual_differ",
+)  # fmt: skip
+
+
 @dataclass
 class Finding:
     """What was found over all calls of one source, producer and scheme.
@@ -45,6 +50,18 @@ class Finding:
     time_us: float | None = None
     bandwidth_share: float | None = None
     vllm_us: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Findings of one key are one."""
+        return self.source, self.producer, self.scheme
+
+    def add(self, other: Finding) -> None:
+        """Adds what another call found."""
+        for name in ADDED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.worst_ulps = max(self.worst_ulps, other.worst_ulps)
+        self.snr_db = min(self.snr_db, other.snr_db)
 
     @property
     def failures(self) -> list[str]:
