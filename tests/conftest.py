@@ -26,7 +26,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned_empty(*sizes, **options):
         tensor = _empty(*sizes, **options)
-        if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        if torch.compiler.is_compiling() or tensor.device.type == "meta" or tensor.requires_grad:
             return tensor
         if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
             return tensor.fill_(float("nan"))
