@@ -41,7 +41,7 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
     log_decay, beta = given.step.gates_of(gates, given.gates)
     q, k = loaded
     q, k, v = q.to(tl.float32), k.to(tl.float32), values.to(tl.float32)
-    q = once(q / norm(q, given) * given.scale)[None, :]
+    q = q / norm(q, given) * given.scale
     k = once(k / norm(k, given))[None, :]
     decay = tl.exp(log_decay)
     if decay.shape[1] > 1:
@@ -55,11 +55,14 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
         tile *= decay
         update = (v - tl.sum(tile * k, 1)) * beta
         tile += update[:, None] * k
-        result = tl.sum(tile * q, 1)
-        tile = round_to(tile, dtype)
-        if INCOMING == False:  # noqa: E712 - a constant of a kernel has no `not`
-            tile = round_to(qdq(tile, format, cut), dtype)
-        store_quarters(pointer, part, exists, tile.to(dtype), cut)
+        # q is made last of all: with k and decay it would take more registers than there are.
+        if INCOMING:
+            store_quarters(pointer, part, exists, round_to(tile, dtype).to(dtype), cut)
+            result = tl.sum(tile * once(q)[None, :], 1)
+        else:
+            result = tl.sum(tile * once(q)[None, :], 1)
+            tile = round_to(qdq(round_to(tile, dtype), format, cut), dtype)
+            store_quarters(pointer, part, exists, tile.to(dtype), cut)
         store_output(given, request, head, part, result, cut)
     else:
         store_output(given, request, head, part, tl.zeros([cut.BLOCK_ROWS], tl.float32), cut)
