@@ -144,8 +144,12 @@ def assert_close(got, want):
         assert abs(float64(got) - float64(want)).max() < 1e-6 * float(want.abs().max())
 
 
-@every_kind
-@pytest.mark.parametrize("form", FORMS)
+INSIDE = [
+    (kind, form) for kind, (_, name) in CLASSES.items() for form in FORMS if form.split()[1] not in NATIVE[name].slow
+]
+
+
+@pytest.mark.parametrize(("kind", "form"), INSIDE)
 @pytest.mark.parametrize("graphs", [False, True])
 def test_the_step_is_that_of_the_rounded_state(engine, monkeypatch, form, graphs):
     """As `qdq_` and then vLLM's kernel; neither runs, and no other byte of the cache changes."""
@@ -190,12 +194,12 @@ def test_other_batches_are_rounded_before(engine, rows, changes, read):
     assert layer.tq_decode.state.reason is None
 
 
-def assert_rounded_before(engine, layer):
+def assert_rounded_before(engine, layer, form="int8_narrow head"):
     """Whatever vLLM's layer decodes by, it finds the states rounded by a pass of their own."""
     model = torch.nn.ModuleList([layer])
     state.apply_recipe(model)
     want = layer.kv_cache[1].clone()
-    want[[3, 12, 8]] = rounded(want[[3, 12, 8]], "int8_narrow")
+    want[[3, 12, 8]] = rounded(want[[3, 12, 8]], *form.split())
     engine.kernel = engine.elsewhere
     with pytest.raises(ReadElsewhereError):
         engine.run(layer, DECODES)
@@ -208,6 +212,14 @@ def assert_rounded_before(engine, layer):
 def test_switched_off_by_name(engine, monkeypatch, pattern):
     monkeypatch.setenv("TQ_DISABLE_BOUNDARIES", pattern.format(step=engine.native.step))
     assert assert_rounded_before(engine, engine.layer()) == "switched off by TQ_DISABLE_BOUNDARIES"
+
+
+@pytest.mark.parametrize("kind", ["kda"])
+@pytest.mark.parametrize("form", ["int8 key_channel", "int8 group32"])
+def test_recipes_that_would_not_be_faster(engine, form):
+    engine.recipe.write_text(RECIPE.format(FORMS[form]))
+    found = assert_rounded_before(engine, engine.layer(), form)
+    assert found == f"a scale a {form.split()[1]} makes kda_decode no faster than that"
 
 
 @pytest.mark.parametrize("kind", ["gdn"])

@@ -30,7 +30,8 @@ STATE = "initial_state"  # by which name each kernel is given the cache
 class Native(NamedTuple):
     """Where a class of layers of vLLM 0.32 and 0.33 decodes. entry: the method that rounds states first. caller: the
     one that calls `kernel`, looked up in `module`, None for that of the class. settings: attributes of a layer that
-    goes that way. step: what is put in the kernel's place, of STEPS."""
+    goes that way. step: what is put in the kernel's place, of STEPS. slow: granularities with which it was not faster
+    than a pass of its own and vLLM's kernel (perf/notes.md)."""
 
     entry: str
     caller: str
@@ -38,8 +39,10 @@ class Native(NamedTuple):
     module: str | None
     settings: dict[str, Any]
     step: str
+    slow: tuple[str, ...] = ()
 
 
+_SLOW = "key_channel", "group16", "group32", "group64"
 _KDA = "fused_recurrent_kda_packed_decode", "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 NATIVE = {
     "QwenGatedDeltaNetAttention": Native(
@@ -50,9 +53,11 @@ NATIVE = {
         {"enable_packed_recurrent_decode": True},  # VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE, which is on
         "gdn_decode",
     ),
-    "KimiGatedDeltaNetAttention": Native("_forward", "_forward", *_KDA, {}, "kda_decode"),
+    "KimiGatedDeltaNetAttention": Native("_forward", "_forward", *_KDA, {}, "kda_decode", _SLOW),
     # With its other backends one kernel does the convolution, the step and the norm.
-    "KimiK3DeltaAttention": Native("_forward", "_forward", *_KDA, {"kda_decode_backend": "triton"}, "kda_decode"),
+    "KimiK3DeltaAttention": Native(
+        "_forward", "_forward", *_KDA, {"kda_decode_backend": "triton"}, "kda_decode", _SLOW
+    ),
 }
 
 
@@ -63,6 +68,8 @@ def why_apart(layer: Any, owner: type, options: StateOptions) -> str | None:
         return f"{owner.__name__} decodes by a kernel that takes something else"
     if options.code not in FORMATS or options.granularity not in GRANULARITIES:
         return f"{native.step} does not round to {options.code} with a scale a {options.granularity}"
+    if options.granularity in native.slow:
+        return f"a scale a {options.granularity} makes {native.step} no faster than that"
     for name, wanted in native.settings.items():
         found = getattr(layer, name, None)
         if type(found) is not type(wanted) or found != wanted:
