@@ -55,6 +55,7 @@ class Plan(NamedTuple):
 
 def environment_of(engine: Engine, folder: Path) -> dict[str, str]:
     """TQ_STATE_RECIPE and others, with the recipe written."""
+    steps = {"TQ_DISABLE_BOUNDARIES": "gdn_decode,kda_decode"} if engine.apart else {}
     if engine.recipe == "plugin_off":
         return {"VLLM_PLUGINS": ""}
     if engine.recipe == "none":
@@ -63,7 +64,7 @@ def environment_of(engine: Engine, folder: Path) -> dict[str, str]:
     rules = ", ".join(f"{{quantizer_name: '*{kind}_state_quantizer', cfg: {{{cfg}}}}}" for kind, cfg in kinds)
     path = folder / f"{engine.recipe}.yaml"
     path.write_text(f"quantize: {{quant_cfg: [{rules}]}}\n")
-    return {"TQ_STATE_RECIPE": str(path)}
+    return {"TQ_STATE_RECIPE": str(path)} | steps
 
 
 def import_vllm() -> None:
@@ -128,13 +129,15 @@ def generate(llm: Any, lengths: tuple[int, ...], new_tokens: int | None = None) 
 def watch(llm: Any, engine: Engine) -> dict[str, int]:
     """What a watched engine did in one batch of prompts."""
     from perf.state_watch import Watch
+    from tq.contract import report
 
     watched = Watch(CODES[engine.recipe])
     (model,) = llm.apply_model(lambda model: model)
     with watched(model):
         generate(llm, PROMPTS)
     layers = sum(hasattr(module, "tq_state_options") for module in model.modules())
-    return {"layers": layers, **watched.counts}
+    inside = sum(state.reason is None for state in report(model).states)
+    return {"layers": layers, "layers_inside": inside, **watched.counts}
 
 
 def memory(llm: Any, engine: Engine) -> dict[str, Any]:

@@ -17,19 +17,20 @@ RECIPES = {  # rules for GDN and for KDA
 class Engine(NamedTuple):
     """recipe: a name in RECIPES, "none", or "plugin_off". mode: "eager", "graphs" (of whole decode steps, without
     Inductor) or "default" (vLLM's own choice). drafts: tokens guessed from the prompt. state: dtype of the states.
-    gpus: tensor parallel ranks."""
+    gpus: tensor parallel ranks. apart: decode steps do not round themselves."""
 
     recipe: str
     mode: str
     drafts: int = 0
     state: str = "float32"
     gpus: int = 1
+    apart: bool = False
 
     @property
     def name(self) -> str:
         parts = [
             self.recipe, self.mode, f"drafts{self.drafts}" * (self.drafts > 0), self.state * (self.state != "float32"),
-            f"tp{self.gpus}" * (self.gpus > 1),
+            f"tp{self.gpus}" * (self.gpus > 1), "apart" * self.apart,
         ]  # fmt: skip
         return "-".join(filter(None, parts))
 
@@ -57,6 +58,7 @@ ENGINES = {
         Engine("plugin_off", "graphs", state="bfloat16"),
         *(Engine(recipe, "eager", drafts=3) for recipe in (*CODES, "packed")),
         Engine("int8", "eager", state="bfloat16"),
+        *(Engine("int8", mode, apart=True) for mode in ("graphs", "eager")),
         *(Engine(recipe, "graphs", gpus=2) for recipe in ("plugin_off", "int8", "packed")),
         *(Engine(recipe, "default") for recipe in ("plugin_off", "int8", "packed", "replay")),
     )
@@ -89,6 +91,11 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: rounding makes no difference")
         if engine.recipe == "packed" and off:
             found += [f"{name}: {each}" for each in too_large(row, off)]
+        if engine.recipe in CODES and not engine.apart and "kernels" in row:
+            kernels = row["kernels"]
+            extra = [each for each in kernels if each.startswith(("move_kernel", "fused_recurrent"))]
+            if extra or "decode_kernel" not in kernels:
+                found.append(f"{name}: decode steps run {', '.join(extra) or 'no decode_kernel'}")
         found += [f"{name}: {each}" for each in unseen(engine, row["watched"])] if "watched" in row else []
     return found
 
@@ -108,6 +115,11 @@ def unseen(engine: Engine, seen: dict[str, int]) -> list[str]:
     """What a watched engine did that it must not, or did not do."""
     found = [f"{count} {key}" for key, count in seen.items() if key.startswith("wrong_") and count]
     calls = sum(count for key, count in seen.items() if key.startswith("roundings_"))
+    inside, before = seen.get("roundings_inside", 0), seen.get("roundings_decode", 0)
+    if (inside if engine.apart else before) or not (before if engine.apart else inside or engine.drafts):
+        found.append(f"{inside} roundings inside decode steps, {before} before them")
+    if seen["layers_inside"] != (0 if engine.apart else seen["layers"]):
+        found.append(f"{seen['layers_inside']} of {seen['layers']} layers are reported to round inside decode steps")
     if not seen["layers"] or calls < seen["layers"] * seen["steps"]:
         found.append(f"{calls} roundings in {seen['steps']} steps of {seen['layers']} layers")
     wanted = ["prompts_continued", "nonzero_states_read", *["later_columns"] * (engine.drafts > 0)]

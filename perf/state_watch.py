@@ -1,5 +1,6 @@
-"""What an engine does to its recurrent states, seen from outside: which slots a rounding writes and what into them, and
-whether the states that vLLM's own kernels are then given are rounded ones."""
+"""What an engine does to its recurrent states, seen from outside: which slots a rounding writes and what into them,
+whether the states that vLLM's own kernels are then given are rounded ones, and whether a step that rounds them itself
+comes to what vLLM's kernel makes of rounded ones."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ BY_SLOT = {
     QWEN: ("fused_recurrent_gated_delta_rule_packed_decode", "fused_sigmoid_gating_delta_rule_update"),
     KIMI: ("fused_recurrent_kda_packed_decode", "fused_recurrent_kda"),
 }
+# The step that may stand in the place of one of them.
+INSIDE = {"gdn_decode": (QWEN, BY_SLOT[QWEN][0]), "kda_decode": (KIMI, BY_SLOT[KIMI][0])}
 GATHERED = {QWEN: ("fla_chunk_gated_delta_rule", "fi_chunk_gated_delta_rule"), KIMI: ("chunk_kda_with_fused_gate",)}
 
 
@@ -34,6 +37,15 @@ def rounded(states: torch.Tensor, code: str) -> torch.Tensor:
     scale = torch.full_like(amax, LARGEST[code]) / torch.where(amax <= 2.0**-24, 1.0, amax)
     codes = (states * torch.where(amax <= 2.0**-24, 0.0, scale)).round().clamp(-127, 127)
     return torch.where(codes == 0, torch.copysign(torch.zeros_like(states), states), codes / scale)
+
+
+def given_to(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a kernel of vLLM by name."""
+    return inspect.signature(getattr(function, "fn", function)).bind(*args, **kwargs).arguments
+
+
+def slots_in(given: dict[str, Any]) -> torch.Tensor:
+    return given["ssm_state_indices"] if "ssm_state_indices" in given else given["state_indices"]
 
 
 def rows_of(slots: torch.Tensor, present: torch.Tensor | None, accepted: torch.Tensor | None) -> list[int]:
@@ -80,10 +92,48 @@ class Watch:
         self.counts["wrong_elements_read"] += int(off.sum())
         self.counts["nonzero_states_read"] += int(states.flatten(1).any(1).sum())
 
+    def inside(self, original: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
+        """`tq.state.gdn_decode` or `kda_decode`, compared with vLLM's kernel on what ModelOpt's arithmetic rounded.
+
+        Both add up 128 products S k of fp32, in another order; each sum is off by 2^-20 of |S| at most (16 roundings of
+        2^-24, |k| = 1), and what is stored by a last bit more. Outputs are rounded to bf16 after that.
+        """
+
+        def watched(*args: Any, code: str, granularity: str, **kwargs: Any) -> Any:
+            given = given_to(native, args, kwargs)
+            states, rows = given["initial_state"], rows_of(slots_in(given), None, None)
+            before = states.clone()
+            theirs = before.clone()
+            theirs[rows] = read = rounded(theirs[rows], self.code)
+            changed = {"initial_state": theirs}
+            if given.get("out") is not None:
+                changed["out"] = torch.zeros_like(given["out"])
+            want, _ = native(**(given | changed))
+            result = original(*args, **kwargs, code=code, granularity=granularity)
+            length = read.norm(dim=-1) + theirs[rows].norm(dim=-1)
+            off = (states[rows] - theirs[rows]).abs() > length[..., None] * 2.0**-20
+            other = torch.ones(len(states), dtype=torch.bool, device=states.device)
+            other[rows] = False
+            differ = states.view(torch.int32) != before.view(torch.int32)
+            live = slots_in(given) > 0
+            ours, want = (each.float().view(len(live), *each.shape[-2:]) for each in (result[0], want))
+            limit = want[live].abs() * 2.0**-7 + length * 2.0**-19 * states.shape[-1] ** -0.5
+            self.counts["roundings_inside"] += 1
+            self.counts["nonzero_states_read"] += int(read.flatten(1).any(1).sum())
+            self.counts["elements_after_steps"] += off.numel()
+            self.counts["elements_not_of_the_same_bits"] += int((states[rows] != theirs[rows]).sum())
+            self.counts["wrong_elements_after_steps"] += int(off.sum())
+            self.counts["wrong_elements_of_other_slots"] += int(differ[other].sum())
+            self.counts["wrong_outputs"] += int(((ours[live] - want[live]).abs() > limit).sum())
+            self.counts["wrong_outputs"] += int((ours[~live] != want[~live]).sum())
+            return result
+
+        return watched
+
     def by_slot(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(getattr(original, "fn", original)).bind(*args, **kwargs).arguments
-            slots = given["ssm_state_indices"] if "ssm_state_indices" in given else given["state_indices"]
+            given = given_to(original, args, kwargs)
+            slots = slots_in(given)
             accepted = given.get("num_accepted_tokens")
             if given.get("cu_seqlens") is not None:  # of the requests that there are
                 slots = slots[: len(given["cu_seqlens"]) - 1]
@@ -103,7 +153,7 @@ class Watch:
     @contextmanager
     def __call__(self, model: torch.nn.Module) -> Any:
         """Watches the calls of an eager engine; counts the steps of the model too."""
-        from tq.contract import state
+        from tq.contract import state, state_decode
 
         def step(*_: Any) -> None:
             self.counts["steps"] += 1
@@ -112,9 +162,15 @@ class Watch:
         with ExitStack() as stack:
             stack.callback(handle.remove)
             stack.enter_context(patch.object(state, "qdq_", self.rounding(state.qdq_)))
+            for step, (module, name) in INSIDE.items():
+                native = getattr(import_module(module), name)
+                watched = self.inside(state_decode.STEPS[step], getattr(native, "tq_original", native))
+                stack.enter_context(patch.dict(state_decode.STEPS, {step: watched}))
             for names, wrap in ((BY_SLOT, self.by_slot), (GATHERED, self.gathered)):
                 for module, functions in names.items():
                     for name in functions:
-                        owner = import_module(module)
-                        stack.enter_context(patch.object(owner, name, wrap(name, getattr(owner, name))))
+                        owner, attribute = import_module(module), name
+                        if hasattr(getattr(owner, name), "tq_original"):  # a call may leave the rounding to a step
+                            owner, attribute = getattr(owner, name), "tq_original"
+                        stack.enter_context(patch.object(owner, attribute, wrap(name, getattr(owner, attribute))))
             yield

@@ -9,7 +9,9 @@ from perf.state_process import environment_of, summed_up
 from perf.state_verdict import ENGINES, failures
 from tq.state import StateOptions, read_recipe
 
-SEEN = {"layers": 3, "steps": 2, "roundings_decode": 6, "prompts_continued": 1, "nonzero_states_read": 4}
+SEEN = {"layers": 3, "layers_inside": 3, "steps": 2, "roundings_prefill": 3, "roundings_inside": 3}
+SEEN |= {"prompts_continued": 1, "nonzero_states_read": 4}
+APART = SEEN | {"layers_inside": 0, "roundings_inside": 0, "roundings_decode": 3}
 
 
 def row(name: str, **changes):
@@ -17,11 +19,12 @@ def row(name: str, **changes):
     text = "rounded" if ENGINES[name].recipe in ("int8", "packed") else "plain"
     found = {"engine": name, "repeats": True, "mixed": text, "even": text, "page_bytes": 100, "state_bytes": 96}
     found |= {"state_slots": 10} | ({"state_bytes": 25, "state_slots": 40} if ENGINES[name].recipe == "packed" else {})
-    return found | ({"watched": SEEN} if ENGINES[name].watched else {}) | changes
+    return found | ({"watched": APART if ENGINES[name].apart else SEEN} if ENGINES[name].watched else {}) | changes
 
 
 def test_nothing_is_wrong_with_what_is_right():
     names = "plugin_off-eager", "plugin_off-graphs", "none-eager", "int8-eager", "int8-graphs", "packed-eager"
+    names = *names, "int8-eager-apart", "int8-graphs-apart"
     refused = {"engine": "packed-eager-drafts3", "refused": "so disable speculative decoding"}
     assert failures([*map(row, names), refused]) == []
 
@@ -37,7 +40,28 @@ def test_nothing_is_wrong_with_what_is_right():
         ("packed-eager", {"state_bytes": 40}, "packed-eager: 40 bytes a state, 96 of fp32"),
         ("packed-eager", {"state_slots": 20}, "packed-eager: 20 slots, 10 of fp32"),
         ("int8-eager", {"watched": SEEN | {"wrong_elements_read": 7}}, "int8-eager: 7 wrong_elements_read"),
-        ("int8-eager", {"watched": SEEN | {"roundings_decode": 5}}, "int8-eager: 5 roundings in 2 steps of 3 layers"),
+        ("int8-eager", {"watched": SEEN | {"roundings_inside": 2}}, "int8-eager: 5 roundings in 2 steps of 3 layers"),
+        (
+            "int8-eager",
+            {"watched": SEEN | {"roundings_decode": 1}},
+            "int8-eager: 3 roundings inside decode steps, 1 before them",
+        ),
+        (
+            "int8-eager-apart",
+            {"watched": APART | {"roundings_inside": 1}},
+            "int8-eager-apart: 1 roundings inside decode steps, 3 before them",
+        ),
+        (
+            "int8-eager",
+            {"watched": SEEN | {"layers_inside": 2}},
+            "int8-eager: 2 of 3 layers are reported to round inside decode steps",
+        ),
+        (
+            "int8-graphs",
+            {"kernels": {"decode_kernel": 3.0, "move_kernel": 1.0}},
+            "int8-graphs: decode steps run move_kernel",
+        ),
+        ("int8-graphs", {"kernels": {"gemm": 3.0}}, "int8-graphs: decode steps run no decode_kernel"),
         ("int8-eager", {"watched": SEEN | {"prompts_continued": 0}}, "int8-eager: no prompts_continued"),
     ],
 )

@@ -84,6 +84,7 @@ def facts_of(compiled: Any) -> dict[str, Any]:
         "loads": bytes_of("ld", ptx),
         "stores": bytes_of("st", ptx),
         "spills": len(re.findall(r"\bSTL\b", sass)),
+        "contracted": len(re.findall(r"\bFFMA\b[^;]*\b12582912\b", sass)),
         "barriers": len(re.findall(r"\bBAR\.SYNC\b", sass)),
         "order": re.findall(r"\b(ACQBULK|PREEXIT|LDG|STG)\b", sass),
         "reductions": reductions_of(compiled.asm["ttgir"]),

@@ -65,3 +65,11 @@ def make_packed(monkeypatch, tmp_path):
     from packed_fakes import layer_maker
 
     return layer_maker(monkeypatch, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def native():
+    """vLLM's packed decode kernels, by kind."""
+    from native_steps import native_steps
+
+    yield from native_steps()

@@ -102,10 +102,11 @@ def chunk_gated_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, **rest):
 def packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, **rest):
     heads, values, keys = initial_state.shape[1:]
     key_heads = (mixed_qkv.shape[1] - heads * values) // (2 * keys)
-    q, k, v, *rest = fused_post_conv_prep(mixed_qkv, a, b, A_log, dt_bias, key_heads, keys, values)
+    q, k, v, *rest = fused_post_conv_prep(mixed_qkv.float(), a, b, A_log, dt_bias, key_heads, keys, values)
     for i, slot in enumerate(ssm_state_indices.tolist()):
         token = slice(i, i + 1)
         out[i] = steps(q[token], k[token], v[token], *(each[token] for each in rest), initial_state[slot], scale)
+    return out, initial_state
 
 
 def gating_update(A_log, a, b, dt_bias, q, k, v, initial_state, cu_seqlens, ssm_state_indices, **rest):

@@ -21,7 +21,10 @@ CHOSEN = [
     combination("sm_90", "check", "int8", "tile"),
     combination("sm_90", "gdn_decode", "int8"),
     combination("sm_90", "gdn_decode", None),
+    combination("sm_90", "gdn_decode", "int8", quantize="outgoing"),
     combination("sm_90", "kda_decode", "fp8_e4m3"),
+    combination("sm_90", "kda_decode", "int8_narrow"),
+    combination("sm_90", "kda_decode", "int8_narrow", "key_channel"),
     combination("sm_90", "pack", "int8", "value_channel", ring=16),
     combination("sm_90", "unpack", "int8", "value_channel"),
     combination("sm_90", "unpack", "fp8_e4m3", "group32", ring=16),
@@ -67,7 +70,8 @@ def compiled(tmp_path_factory):
 # Held to 128 registers a thread. Decode steps and replays gain more by that on an H200 than their spills cost
 # (perf/notes.md); a replay spills where it rounds, once in a window. For commit, and for sm_80, which has no conversion
 # instruction, that is not measured.
-SPILLING = ("check", "gdn_decode", "kda_decode", "commit")
+STEPS = "gdn_decode", "kda_decode"
+SPILLING = ("check", *STEPS, "commit")
 
 
 def may_spill(chosen):
@@ -87,6 +91,16 @@ def test_compiles(compiled, chosen):
         assert facts["order"][0] == "ACQBULK" and waits == ["ACQBULK", "PREEXIT"]
     else:
         assert not waits
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [each for each in CHOSEN if each["target"].startswith("sm_") and each["kernel"] in ("qdq", *STEPS)],
+    ids=name_of,
+)
+def test_products_are_rounded_before_they_become_codes(compiled, chosen):
+    """As `qdq_` rounds and ModelOpt does, in steps too, whose other products are contracted with sums."""
+    assert compiled(chosen)["contracted"] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -37,12 +39,35 @@ class Boundary:
     calls: int = 0
 
 
+@dataclass
+class State:
+    """A layer whose recurrent states are rounded, or kept packed.
+
+    name: of its quantizer, such as "model.layers.0.linear_attn.gdn_state_quantizer". reason: why batches of decodes
+    alone are rounded by a pass of their own; `None` where the decode step does it, and for packed states.
+    """
+
+    name: str
+    code: str
+    granularity: str
+    packed: bool = False
+    reason: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        if self.packed:
+            return "kept packed"
+        return "rounded inside the decode step" if self.reason is None else f"rounded before: {self.reason}"
+
+
 @dataclass(frozen=True)
 class Report:
-    """Snapshot of all boundaries of the live models. disabled: why nothing is fused in this process, or `None`."""
+    """Snapshot of all boundaries and rounded states of the live models. disabled: why nothing is fused in this process,
+    or `None`."""
 
     boundaries: tuple[Boundary, ...]
     disabled: str | None = None
+    states: tuple[State, ...] = ()
 
     @property
     def total(self) -> int:
@@ -64,21 +89,26 @@ class Report:
                 outcome = f"{boundary.scheme}, {boundary.layout} scales, {boundary.kernel}"
                 outcome += f"; unquantized too, for {', '.join(boundary.shares)}" if boundary.shares else ""
             lines.append(f"{boundary.name} -> {boundary.consumer or '?'} [{boundary.producer}] {outcome}")
+        lines += [f"{state.name} [{state.code} {state.granularity}] {state.outcome}" for state in self.states]
         return "\n".join(lines)
 
 
 observers: list[Observer] = []
 _models: weakref.WeakKeyDictionary[torch.nn.Module, list[Boundary]] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[torch.nn.Module, list[State]] = weakref.WeakKeyDictionary()
 _disabled: str | None = None
 
 
 def report(model: torch.nn.Module | None = None) -> Report:
-    """Boundaries of `model`, or of all models loaded in this process, with the reason for each that is not fused.
+    """Boundaries and rounded states of `model`, or of all models loaded in this process, with the reason for each that
+    is not fused.
 
     vLLM's models live in its workers: ask there, with `llm.apply_model(tq.contract.report)`.
     """
-    models = [model] if model is not None and model in _models else list(_models)
-    return Report(tuple(replace(boundary) for known in models for boundary in _models[known]), _disabled)
+    every = list(dict.fromkeys([*_models, *_states]))
+    models = [model] if model in every else every
+    states = tuple(replace(state) for known in models for state in _states.get(known, ()))
+    return Report(tuple(replace(each) for known in models for each in _models.get(known, ())), _disabled, states)
 
 
 @contextmanager
@@ -97,6 +127,16 @@ def observe(callback: Observer) -> Iterator[None]:
 
 def record(model: torch.nn.Module, boundaries: list[Boundary]) -> None:
     _models[model] = boundaries
+
+
+def record_states(model: torch.nn.Module, states: list[State]) -> None:
+    _states[model] = states
+
+
+def switched_off(*names: str) -> bool:
+    """Whether a pattern of `TQ_DISABLE_BOUNDARIES` (comma-separated, as in fnmatch) fits one of the names."""
+    patterns = os.environ.get("TQ_DISABLE_BOUNDARIES", "").split(",")
+    return any(fnmatchcase(name, pattern.strip()) for name in names for pattern in patterns if pattern.strip())
 
 
 def disable(reason: str | None) -> None:
@@ -123,3 +163,10 @@ def summary(boundaries: list[Boundary]) -> str:
     detail = ", ".join(f"{producer} {count}" for producer, count in sorted(counts.items()))
     text = f"{sum(counts.values())} of {len(boundaries)} boundaries fused" + (f" ({detail})" if detail else "")
     return text + "".join(f"; not fused: {count} ({reason})" for reason, count in reasons.most_common())
+
+
+def states_summary(model: str, states: tuple[State, ...]) -> str:
+    """'states in 3 layers of <model>: 2 rounded inside the decode step, 1 rounded before: <reason>'"""
+    counts = Counter(state.outcome for state in states)
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+    return f"states in {len(states)} layers of {model}" + (f": {outcomes}" if outcomes else "")

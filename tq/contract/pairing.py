@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
-from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -165,14 +163,12 @@ def _fuse(
 
 
 def switched_off(boundary: Boundary) -> bool:
-    """Whether a pattern of `TQ_DISABLE_BOUNDARIES` (comma-separated, as in fnmatch) fits the boundary.
+    """Whether a pattern of `TQ_DISABLE_BOUNDARIES` fits the boundary.
 
     A pattern is compared with the producer's module name, with the consumer's and with the kind of producer:
     "model.layers.0.*", "*.down_proj", "silu_mul".
     """
-    patterns = os.environ.get("TQ_DISABLE_BOUNDARIES", "").split(",")
-    names = (boundary.name, boundary.consumer, boundary.producer)
-    return any(fnmatchcase(name, pattern.strip()) for name in names for pattern in patterns if pattern.strip())
+    return boundaries.switched_off(boundary.name, boundary.consumer, boundary.producer)
 
 
 def _class_name(module: Any) -> str:

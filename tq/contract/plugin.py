@@ -49,13 +49,8 @@ def register() -> None:
 def _after_loading(model: torch.nn.Module) -> None:
     recipe = apply_recipe(model)  # raises where it cannot be followed: it was asked for by name
     if recipe is not None:
-        vllm.logger.info(
-            "tq %s: states rounded in %d layers of %s, kept packed in %d of them",
-            tq.__version__,
-            len(recipe.rules),
-            type(model).__name__,
-            sum(options is not None and options.packed for _, options in recipe.rules),
-        )
+        states = boundaries.states_summary(type(model).__name__, boundaries.report(model).states)
+        vllm.logger.info("tq %s: %s", tq.__version__, states)
     try:
         vllm.load_adapter()
         found = pairing.pair_model(model, vllm.norms_stand_aside())

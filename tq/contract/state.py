@@ -1,18 +1,20 @@
 """Rounding of recurrent states in vLLM: TQ_STATE_RECIPE=recipe.yaml vllm serve ...
 
 Off unless that names a recipe of ModelOpt. Then each GDN and KDA layer rounds, before every prefill or decode call, the
-states that the call reads, in the cache and once. What the layer does after that is vLLM's own.
+states that the call reads, in the cache and once; a batch of decodes alone in the decode step, where `state_decode`
+knows how. What the layer does besides is vLLM's own.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 
+from tq.contract import boundaries, state_decode
 from tq.state import Recipe, qdq_, read_recipe
 
 VARIABLE = "TQ_STATE_RECIPE"
@@ -61,12 +63,16 @@ def active_requests(metadata: Any) -> Iterator[Active]:
 
 def round_states(layer: Any, metadata: Any) -> None:
     """Round what the call about to run reads; nothing for a layer without options or a run without requests."""
-    options = getattr(layer, "tq_state_options", None)
-    found = metadata.get(layer.prefix) if isinstance(metadata, dict) else None
+    options, found = getattr(layer, "tq_state_options", None), metadata_of(layer, metadata)
     if options is None or found is None:
         return
     for active in active_requests(found):
         qdq_(layer.kv_cache[1], **active._asdict(), code=options.code, granularity=options.granularity)
+
+
+def metadata_of(layer: Any, metadata: Any) -> Any:
+    """That of the layer, or None."""
+    return metadata.get(layer.prefix) if isinstance(metadata, dict) else None
 
 
 def current_metadata() -> Any:
@@ -104,13 +110,19 @@ def apply_recipe(model: torch.nn.Module) -> Recipe | None:
         if reason is not None:
             raise ValueError(f"{OP}: {name} must be served as {VARIABLE}={path} says, but {reason}")
         chosen.append((name, options, module, owner, site))
-    for _, options, module, owner, site in chosen:
+    states = []
+    for name, options, module, owner, site in chosen:
+        states.append(state := boundaries.State(name, options.code, options.granularity, options.packed))
         if options.packed:
             continue
         module.tq_state_options = options  # type: ignore[assignment]
+        state.reason = why_apart(module, owner, options, name)
+        decode = state_decode.serve(owner, options, state) if state.reason is None else None
+        module.tq_decode = decode  # type: ignore[assignment]
         for method in site.methods:
             if hasattr(owner, method):
                 hook(owner, method)
+    boundaries.record_states(model, states)
     return Recipe(tuple((name, options) for name, options, *_ in chosen))
 
 
@@ -135,6 +147,14 @@ def why_not(layer: Any) -> str | None:
     return None
 
 
+def why_apart(layer: Any, owner: Any, options: Any, name: str) -> str | None:
+    """Why the decode steps of a layer do not round its states themselves, or None."""
+    native = state_decode.NATIVE.get(owner.__name__)
+    if native is not None and boundaries.switched_off(name, native.step):
+        return "switched off by TQ_DISABLE_BOUNDARIES"
+    return state_decode.why_apart(layer, owner, options)
+
+
 def why_not_packed(layer: Any) -> str | None:
     """Why the states of a layer are not packed though they should be, or None."""
     if getattr(layer, "tq_template", None) is None:
@@ -143,7 +163,8 @@ def why_not_packed(layer: Any) -> str | None:
 
 
 def hook(owner: Any, name: str) -> None:
-    """owner.name rounds states first, once; inside what breaks graphs, so that it runs in the same part of one."""
+    """owner.name rounds states first, or lets its decode step do so, once; inside what breaks graphs, so that it runs
+    in the same part of one."""
     original = owner.__dict__.get(name) or getattr(owner, name)
     inner = getattr(original, "__wrapped__", original)
     if hasattr(inner, "tq_original"):
@@ -151,7 +172,12 @@ def hook(owner: Any, name: str) -> None:
 
     @wraps(inner)
     def rounding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        round_states(self, current_metadata())
+        metadata = current_metadata()
+        decode, found = getattr(self, "tq_decode", None), metadata_of(self, metadata)
+        apart = partial(round_states, self, metadata)
+        if decode is not None and found is not None and decode.takes(name, found):
+            return decode.run(self, apart, inner, *args, **kwargs)
+        apart()
         return inner(self, *args, **kwargs)
 
     rounding.tq_original = inner  # type: ignore[attr-defined]

@@ -36,28 +36,34 @@ def decode_kernel(state, given, INCOMING: tl.constexpr, format, cut):
     loaded, gates = load_keys(given, request, head, cut), load_gates(given, request, head, cut)
     values = load_values(given, request, head, part, cut)
     pointer, exists = find_head(state, request, head, cut)
+    dtype: tl.constexpr = state.data.dtype.element_ty
+    asked = load_quarters(pointer, part, exists, cut)
+    log_decay, beta = given.step.gates_of(gates, given.gates)
+    q, k = loaded
+    q, k, v = q.to(tl.float32), k.to(tl.float32), values.to(tl.float32)
+    q = q / norm(q, given) * given.scale
+    k = once(k / norm(k, given))[None, :]
+    decay = tl.exp(log_decay)
+    if decay.shape[1] > 1:
+        decay = once(tl.reshape(decay, [cut.BLOCK_COLS]))[None, :]
+    # What is above goes through shared memory many times and is done while the state is on its way. The branch keeps it
+    # there: within one block of instructions, ptxas puts the first of what follows ahead of most of it.
     if exists:
-        dtype: tl.constexpr = state.data.dtype.element_ty
-        tile = load_quarters(pointer, part, exists, cut).to(tl.float32)
-        log_decay, beta = given.step.gates_of(gates, given.gates)
-        q, k = loaded
-        q, k, v = q.to(tl.float32), k.to(tl.float32), values.to(tl.float32)
-        q = once(q / norm(q, given) * given.scale)[None, :]
-        k = once(k / norm(k, given))[None, :]
-        decay = tl.exp(log_decay)
-        if decay.shape[1] > 1:
-            decay = once(tl.reshape(decay, [cut.BLOCK_COLS]))[None, :]
+        tile = asked.to(tl.float32)
         if INCOMING:
             tile = round_to(qdq(tile, format, cut), dtype)
         tile *= decay
         update = (v - tl.sum(tile * k, 1)) * beta
         tile += update[:, None] * k
-        result = tl.sum(tile * q, 1)
-        tile = round_to(tile, dtype)
-        if INCOMING == False:  # noqa: E712 - a constant of a kernel has no `not`
-            tile = round_to(qdq(tile, format, cut), dtype)
+        # q is made last of all: with k and decay it would take more registers than there are.
+        if INCOMING:
+            store_quarters(pointer, part, exists, round_to(tile, dtype).to(dtype), cut)
+            result = tl.sum(tile * once(q)[None, :], 1)
+        else:
+            result = tl.sum(tile * once(q)[None, :], 1)
+            tile = round_to(qdq(round_to(tile, dtype), format, cut), dtype)
+            store_quarters(pointer, part, exists, tile.to(dtype), cut)
         store_output(given, request, head, part, result, cut)
-        store_quarters(pointer, part, exists, tile.to(dtype), cut)
     else:
         store_output(given, request, head, part, tl.zeros([cut.BLOCK_ROWS], tl.float32), cut)
 

@@ -118,8 +118,22 @@ def pack_int8(value):
 
 @triton.jit
 def round_int8(value):
-    """The nearest integer, ties to even, of a value within 2^22; NaN of NaN."""
-    return (value + 12582912.0) - 12582912.0
+    """The nearest integer, ties to even, of a value within 2^22; NaN of NaN. The sums say how they are rounded, so that
+    a product is rounded before it comes here, even where a step lets others be contracted with sums."""
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(8, 0):
+        value = tl.inline_asm_elementwise(
+            "add.rn.f32 $0, $1, 0f4B400000; add.rn.f32 $0, $0, 0fCB400000;",
+            "=f,f",
+            [value],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        if not INTERPRETED:
+            value = tl.minimum(value, 4194304.0, propagate_nan=tl.PropagateNan.ALL)
+        value = (value + 12582912.0) - 12582912.0
+    return value
 
 
 @triton.jit
