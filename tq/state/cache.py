@@ -51,8 +51,8 @@ NOWHERE = Place(None, 0, IN_ORDER)
 
 class Cut(NamedTuple):
     """How a head is cut: PARTS programs of BLOCKS blocks of BLOCK_ROWS rows, each of whole groups of GROUP_ROWS x
-    GROUP_COLS. STAGES: blocks of a program that are on their way or worked on at once. OVERLAPS: the kernel is launched
-    while the one ahead of it still runs."""
+    GROUP_COLS. STAGES: blocks of a program that are on their way or worked on at once. PIECE: bytes of a row that
+    lie in neighbouring threads, 16 in each. OVERLAPS: the kernel is launched while the one ahead of it still runs."""
 
     HEADS: tl.constexpr
     ROWS: tl.constexpr
@@ -64,6 +64,7 @@ class Cut(NamedTuple):
     PARTS: tl.constexpr
     BLOCKS: tl.constexpr
     STAGES: tl.constexpr
+    PIECE: tl.constexpr
     OVERLAPS: tl.constexpr
 
 
@@ -130,6 +131,31 @@ def elements_of(block, exists, cut):
     row = (block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None]
     col = tl.arange(0, cut.BLOCK_COLS)[None, :]
     return row * cut.COLS + col, (row < exists.to(tl.int32) * cut.ROWS) & (col < cut.COLS)
+
+
+@triton.jit
+def bytes_of(block, exists, cut):
+    """As `elements_of`, of bytes, [BLOCK_ROWS, pieces, PIECE]: one in pieces of 64 lies in 8 rows of 4 threads, as do
+    the products of a tensor core."""
+    row = (block * cut.BLOCK_ROWS + tl.arange(0, cut.BLOCK_ROWS))[:, None, None]
+    piece = tl.arange(0, cut.BLOCK_COLS // cut.PIECE)[None, :, None]
+    col = piece * cut.PIECE + tl.arange(0, cut.PIECE)[None, None, :]
+    return row * cut.COLS + col, (row < exists.to(tl.int32) * cut.ROWS) & (col < cut.COLS)
+
+
+@triton.jit
+def load_bytes(pointer, block, exists, cut):
+    """The bytes of a block, [BLOCK_ROWS, BLOCK_COLS], zeros of none."""
+    at, inside = bytes_of(block, exists, cut)
+    return tl.reshape(tl.load(pointer + at, mask=inside, other=0), [cut.BLOCK_ROWS, cut.BLOCK_COLS])
+
+
+@triton.jit
+def store_bytes(pointer, block, exists, tile, cut):
+    """The inverse of `load_bytes`."""
+    at, inside = bytes_of(block, exists, cut)
+    pieces: tl.constexpr = cut.BLOCK_COLS // cut.PIECE
+    tl.store(pointer + at, tl.reshape(tile, [cut.BLOCK_ROWS, pieces, cut.PIECE]), mask=inside)
 
 
 @triton.jit

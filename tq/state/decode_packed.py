@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tq.kernels.producer import constant
 from tq.state.bind import FOLDED, check_shape, joined, run
 from tq.state.cache import begin, slot_of
 from tq.state.commit import settle
@@ -55,10 +54,10 @@ def products_with(packed, codes, residuals, scale, decay, vectors, columns, form
         else:
             all_decays = tl.reshape(decay, [cut.BLOCK_COLS])
             k, q = vectors.k * all_decays, vectors.q * all_decays
-        digits, weights = digits_of(k, q, vectors.most_k, vectors.most_q)
-        of_codes = products(codes.to(tl.int8, bitcast=True), digits, weights)
+        digits, weights = digits_of(k, q, vectors.most_k, vectors.most_q, cut.PIECE)
+        of_codes = products(codes.to(tl.int8, bitcast=True), digits, weights, cut.PIECE)
         if packed.residuals is not None:
-            of_codes += products(residuals, digits, weights * (1.0 / RESIDUALS))
+            of_codes += products(residuals, digits, weights * (1.0 / RESIDUALS), cut.PIECE)
         known, result = sums(of_codes * factor[:, None] + columns)
     else:
         tile, factor = factored(packed, codes, residuals, scale, decay, format, cut)
@@ -241,8 +240,7 @@ def decode_packed(
         raise ValueError(f"{op}: mixed_qkv must have verify={tokens} rows a request, got {given.qkv.data.shape[0]}")
     _, cut, _, _, shape = bound.launch
     folds = joined(cut, slots.shape[0], shape, FOLDED)
-    # Decays of keys take the registers that blocks on their way would need.
-    cut = joined(cut, slots.shape[0], shape)._replace(STAGES=constant(shape.stages if decays == 1 else 1))
+    cut = joined(cut, slots.shape[0], shape)
     constants = tokens, state.ring is not None and verify is None
     arguments = bound.packed, bound.ring, given, *constants, folds
     launch = bound.launch._replace(cut=cut)

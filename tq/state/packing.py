@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tq.kernels.device import reciprocal
-from tq.state.cache import Slots, as_block, as_groups, elements_of
+from tq.state.cache import Slots, as_block, as_groups, load_bytes, store_bytes
 from tq.state.formats import fit, invert, largest_magnitude, largest_of_groups
 
 # Residuals are -7 to 7 of so many parts of a code, which is half a code at most.
@@ -77,8 +77,7 @@ def pairs_of(block, exists, cut):
 def load_packed(packed, slot, head, block, exists, cut):
     """(codes [BLOCK_ROWS, BLOCK_COLS], residuals as int8, scales [groups, 1, groups, 1]) of a block; zeros of none.
     Codes again for residuals where there are none."""
-    at, inside = elements_of(block, exists, cut)
-    codes = tl.load(head_of_codes(packed, slot, head, cut) + at, mask=inside, other=0)
+    codes = load_bytes(head_of_codes(packed, slot, head, cut), block, exists, cut)
     residuals = codes
     if packed.residuals is not None:
         at, inside = pairs_of(block, exists, cut)
@@ -98,8 +97,7 @@ def load_scales(packed, slot, head, block, exists, cut):
 @triton.jit
 def store_scaled(packed, slot, head, block, exists, scaled, to_state, format, cut):
     """Codes of elements divided by their scales, what rounding left, and the scales [groups, 1, groups, 1]."""
-    at, inside = elements_of(block, exists, cut)
-    tl.store(head_of_codes(packed, slot, head, cut) + at, format.pack(scaled), mask=inside)
+    store_bytes(head_of_codes(packed, slot, head, cut), block, exists, format.pack(scaled), cut)
     if packed.residuals is not None:
         rest = format.round((scaled - format.round(scaled)) * RESIDUALS).to(tl.int32)
         first, second = tl.split(tl.reshape(rest, [cut.BLOCK_ROWS, cut.BLOCK_COLS // 2, 2]))
