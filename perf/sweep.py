@@ -6,6 +6,7 @@ python -m perf.sweep [--out perf/results/<gpu>/rows.json] [--peers tq,vllm,...] 
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tq.bench.ahead import compile_ahead
 from tq.bench.cases import TOKENS, Case, bytes_of, cases
 from tq.bench.peers import PEERS
 from tq.bench.timing import copies_of, device_time_us, launch_floor_us, measured_bandwidth
+
+WRITTEN_EVERY = 16  # rows
 
 
 def measure(case: Case, peers: list[str], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -73,32 +76,34 @@ def main(
     tokens: str = ",".join(map(str, TOKENS)),
     producers: str = "",
     schemes: str = "",
+    sizes: str = "",
     part: str = "0/1",
 ) -> None:
-    """Measures producers (all) with schemes (all) beside the peers; `part` i/n takes every n-th case from the i-th
-    on."""
+    """Measures producers (all) with schemes (all) at hidden sizes (those of real models) beside the peers; `part` i/n
+    takes every n-th case from the i-th on."""
     chosen = peers.split(",")
     offset, stride = map(int, part.split("/"))
     numbers = tuple(map(int, tokens.split(",")))
+    widths = tuple(map(int, sizes.split(","))) if sizes else ()
     todo = [
         case
-        for case in cases(numbers)
+        for case in cases(numbers, widths)
         if (not producers or case.producer.name in producers.split(","))
         and (not schemes or case.scheme in schemes.split(","))
     ][offset::stride]
-    console = Console()
+    console, began = Console(), time.monotonic()
     compile_ahead(todo, console, chosen)
+    console.print(f"{len(todo)} cases compiled in {time.monotonic() - began:.0f} s")
     document = provenance("perf.sweep") | {
         "bandwidth_bytes_per_s": measured_bandwidth(),
         "launch_floor_us": launch_floor_us(),
         "method": "CUDA-graph replay, inputs rotated over 200 MB, median of 12 replays, bf16, microseconds",
     }
     rows: list[dict[str, Any]] = []
-    try:
-        for case in track(todo, "measuring", console=console, disable=not console.is_terminal):
-            rows.append(measure(case, chosen))
-    finally:  # interrupted, it keeps what it has
-        write(out or gpu_folder() / "rows.json", document, rows)
+    for case in track(todo, "measuring", console=console, disable=not console.is_terminal):
+        rows.append(measure(case, chosen))
+        if len(rows) % WRITTEN_EVERY == 0 or len(rows) == len(todo):  # whatever ends this, it leaves what it has
+            write(out or gpu_folder() / "rows.json", document, rows)
     table = Table("producer", "scheme", *(f"geomean over {peer}" for peer in chosen if peer != "tq"), "worst", "at")
     for name, scheme in [] if "tq" not in chosen else dict.fromkeys((row["producer"], row["scheme"]) for row in rows):
         group = [row for row in rows if (row["producer"], row["scheme"]) == (name, scheme)]

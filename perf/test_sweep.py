@@ -50,3 +50,11 @@ def test_what_fails_is_named_and_what_is_missing_is_not(measured):
     assert row["other"] is None and row["other_error"] == "RuntimeError: no such kernel" and row["tq"] == 2.0
     assert measured(lambda prepared: None)["other"] is None
     assert row["bytes"] == 3 * 256 * (3 * 2 + 1) + 256 * 2 + 3 * 4  # x, residual in and out; codes; weight; scales
+
+
+def test_hidden_sizes_may_be_chosen():
+    """For every producer, where they are whole groups of the scheme."""
+    found = {(case.producer.name, case.scheme, case.hidden_size) for case in cases.cases((1,), (2880, 7168))}
+    for name in tq.PRODUCERS:
+        assert {size for *pair, size in found if pair == [name, "fp8_token"]} == {2880, 7168}
+        assert {size for *pair, size in found if pair == [name, "fp8_group128"]} == {7168}

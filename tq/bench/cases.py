@@ -67,12 +67,13 @@ def bytes_of(prepared: Prepared) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def cases(tokens: tuple[int, ...] = TOKENS) -> Iterator[Case]:
-    """Every registered producer, in each of its forms, with every scheme at every shape it divides."""
+def cases(tokens: tuple[int, ...] = TOKENS, sizes: tuple[int, ...] = ()) -> Iterator[Case]:
+    """Every registered producer, in each of its forms, with every scheme at every shape it divides. sizes: for all
+    producers; none: those of `SIZES`."""
     for producer in PRODUCERS.values():
         for left_out in [producer.optional, ()] if producer.optional else [()]:
             for scheme in SCHEMES.values():
-                for hidden_size in SIZES[producer.width]:
+                for hidden_size in sizes or SIZES[producer.width]:
                     if scheme.group and hidden_size % scheme.group:
                         continue
                     for rows in tokens:
