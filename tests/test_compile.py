@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import triton
 from helpers import PAIRS
+from packaging.version import Version
 
 import tq
 from tq.kernels.target import cuda_target
@@ -56,8 +57,9 @@ def spread() -> list[dict[str, Any]]:
 SPREAD = spread()
 # Pairs that cover all on sm_90, and rows of other lengths: short, no power of two, so long that registers are scarce.
 HOPPER = [combination("sm_90", producer, scheme) for producer, scheme in PAIRS]
-# ptxas may stay below a number of registers for one more program on an SM, and spill: 78 here, where 90 would do.
-SPILLED = {"sm_90-rms_norm-fp8_group128-bfloat16-7168": 2}
+# ptxas may stay below a number of registers for one more program on an SM, and spill: Triton 3.9's, at 78 registers,
+# where 90 would do. Triton 3.6's, which is the one that was timed, spills nothing.
+SPILLED = {"sm_90-rms_norm-fp8_group128-bfloat16-7168": 4} if Version(triton.__version__) >= Version("3.9") else {}
 LENGTHS = [
     combination("sm_90", "rms_norm", "fp8_token", hidden_size=576),
     combination("sm_90", "silu_mul", "fp8_tensor", hidden_size=2880),
