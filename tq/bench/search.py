@@ -193,8 +193,10 @@ def search(key: Key, calls_of: Callable[[int], Sequence[Prepared]], tokens: Sequ
     memories of their own. before: what is used without a table."""
     configs = all_of = tried(key, before)
     times: dict[RowConfig, dict[int, float]] = {config: {} for config in configs}
+    one_of: dict[int, Prepared] = {}
     for rows in tokens:
         calls = calls_of(rows)
+        one_of[rows] = calls[0]
         for config in configs:
             times[config][rows] = time_of(config, calls)
         limit = (1 + MARGIN) * times[before][rows]
@@ -202,7 +204,7 @@ def search(key: Key, calls_of: Callable[[int], Sequence[Prepared]], tokens: Sequ
     stock = times[before]
     gains = {config: relative(times[config], stock) for config in configs}
     faster = sorted((config for config in configs if gains[config] < 1 - MARGIN), key=gains.__getitem__)
-    same = (config for config in faster if not any(differing(config, before, calls_of(rows)[0]) for rows in tokens))
+    same = (config for config in faster if not any(differing(config, before, one) for one in one_of.values()))
     best = next(same, before)
     return Found(key, best, times[best], stock, len(all_of))
 

@@ -130,7 +130,7 @@ def round_int8(value):
             pack=1,
         )
     else:
-        if not INTERPRETED:
+        if not INTERPRETED:  # changes nothing, and stands between the product and the sum
             value = tl.minimum(value, 4194304.0, propagate_nan=tl.PropagateNan.ALL)
         value = (value + 12582912.0) - 12582912.0
     return value
