@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import tq
 from perf.matrix import TOKENS, different, outputs
-from tq.bench import search
-from tq.bench.ahead import Description, case_of, describe
 from tq.bench.cases import static_inputs
 from tq.bench.peers import QUANTIZERS, vllm_library, vllm_peer
-from tq.cli.tune import cases_of
-from tq.kernels import tables
 from tq.kernels.plan import prepare
 from tq.kernels.rows import quantize_rows_kernel
 
@@ -46,26 +42,6 @@ def against_vllm() -> list[dict[str, Any]]:
         )
         rows.append({"check": f"{scheme.name} against vLLM's {scheme.quantizer}", "made": x.numel(), "differ": differ})
     return rows
-
-
-def in_table(gpu: str) -> Iterator[Description]:
-    """A call for each key of a GPU's table, cut as the table says."""
-    left = dict(tables.table(tables.FOLDER / f"{gpu}.json"))
-    for case in cases_of((), (), sorted({key.hidden_size for key in left}), (8192, 1)):
-        key, _ = search.describe(case)
-        if key in left:
-            yield describe(case, config=left.pop(key))
-
-
-def tuned(described: Description) -> list[dict[str, Any]]:
-    """Elements that a call writes otherwise if it is cut as the table says, and not by the heuristic."""
-    case = case_of(described)
-    key, before = search.describe(case)
-    differ = 0
-    for rows in search.tokens_of(key):
-        call = case._replace(rows=rows).prepare(torch.bfloat16, "cuda")
-        differ += search.differing(described.config, before, call)
-    return [{"check": f"cut as tuned: {case.name} {case.scheme} {key.hidden_size} {key.tokens}", "differ": differ}]
 
 
 def known_kernels() -> int:

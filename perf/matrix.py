@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 import tq
+from tq.bench import search
 from tq.bench.cases import static_inputs
+from tq.cli.tune import cases_of
+from tq.kernels import tables
 
 TOKENS = (0, 1, 7, 33, 128, 129, 4096)
 MANY_TOKENS = (*TOKENS, 8192)
@@ -19,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 class Combination(NamedTuple):
     """One kernel, to be tried with every number of tokens. checked: also by `tq.check`, whose kernel takes twice as
-    long to compile."""
+    long to compile. left_out: options of the producer's example that are not given."""
 
     producer: str
     scheme: str
@@ -28,6 +31,7 @@ class Combination(NamedTuple):
     hidden_size: int
     tokens: tuple[int, ...]
     checked: bool
+    left_out: tuple[str, ...] = ()
 
 
 def combinations(every_size: Sequence[int] = SIZES) -> Iterator[Combination]:
@@ -66,6 +70,7 @@ def against_reference(combination: Combination) -> list[dict[str, Any]]:
         torch.manual_seed(tokens + combination.hidden_size)
         dtype = getattr(torch, combination.dtype)
         arguments, options = producer.example(tokens, combination.hidden_size, dtype, "cuda")  # type: ignore[misc]
+        options = {name: value for name, value in options.items() if name not in combination.left_out}
         options |= {"layout": combination.layout, "scheme": scheme.name} | static_inputs(scheme.name, "cuda")
         ours = outputs(producer(*arguments, **options))
         with tq.use_reference():
@@ -79,6 +84,18 @@ def against_reference(combination: Combination) -> list[dict[str, Any]]:
             row["wrong"] += report.wrong_codes + report.wrong_scales + report.nonfinite_scales
             row["worst_ulps"] = max(row["worst_ulps"], round(report.worst_ulps, 6))
     return [row]
+
+
+def in_table(gpu: str) -> Iterator[Combination]:
+    """A call for each line of a GPU's table, with the numbers of tokens that it is for. It is cut as the line says."""
+    left = set(tables.table(tables.FOLDER / f"{gpu}.json"))
+    for case in cases_of((), (), sorted({key.hidden_size for key in left}), (8192, 1)):
+        key, _ = search.describe(case)
+        if key in left:
+            left.remove(key)
+            layout, tokens = tq.SCHEMES[case.scheme].layouts[0].name, tuple(search.tokens_of(key))
+            kind = case.producer.name, case.scheme, layout, "bfloat16"
+            yield Combination(*kind, case.hidden_size, tokens, False, case.left_out)
 
 
 def outputs(made: Any) -> tuple:

@@ -10,6 +10,7 @@ import pytest
 
 import tq
 from perf import calls, matrix, verify
+from tq.bench import cases, search
 from tq.kernels import tables
 
 COMBINATIONS = list(matrix.combinations())
@@ -53,9 +54,14 @@ def test_parts_are_told_apart_and_can_be_sent():
 
 
 def test_every_line_of_a_table_is_tried():
-    table = tables.table(tables.FOLDER / "nvidia_h200.json")
-    configs = [each.config for each in calls.in_table("nvidia_h200")]
-    assert Counter(configs) == Counter(table.values())
+    """By a call that looks that line up, with numbers of tokens of both kinds."""
+    asked = Counter()
+    for each in matrix.in_table("nvidia_h200"):
+        case = cases.Case(tq.PRODUCERS[each.producer], each.left_out, each.scheme, 1, each.hidden_size)
+        keys = {search.describe(case._replace(rows=rows))[0] for rows in each.tokens}
+        assert len(keys) == 1
+        asked.update(keys)
+    assert asked == Counter(dict.fromkeys(tables.table(tables.FOLDER / "nvidia_h200.json"), 1))
 
 
 def row_of(**different):

@@ -3,7 +3,7 @@
     python -m perf.verify [--out perf/results/<gpu>/verify.json]
 
 Every producer with every scheme against torch; every layout and dtype in turn; the arithmetic over all mantissas;
-vLLM's quantizers where vLLM is installed; every line of the GPU's table against the heuristic; CUDA-graph capture with
+vLLM's quantizers where vLLM is installed; every line of the GPU's table against torch; CUDA-graph capture with
 cold and warm kernels; the bits of a token in batches of two processes; calls that depend on each other, back to back;
 tensors of more than 2^31 elements; the template kernels under compute-sanitizer where it is installed. Exits non-zero
 on any failure.
@@ -55,7 +55,7 @@ def parts(sizes: tuple[int, ...], gpu: str) -> list[Part]:
         *(Part(f"chain {tokens}", partial(calls.chain, tokens)) for tokens in CHAINED),
         *(Part(f"specials {name}", partial(calls.specials, name)) for name in tq.SCHEMES),
         *(Part(f"capture {'-'.join(pair)}", partial(calls.capture, *pair)) for pair in calls.PAIRS),
-        *(Part(f"tuned {'-'.join(map(str, each[:5]))}", partial(calls.tuned, each)) for each in calls.in_table(gpu)),
+        *(Part(f"tuned, {name_of(each)}", partial(matrix.against_reference, each)) for each in matrix.in_table(gpu)),
         *(Part(name_of(each), partial(matrix.against_reference, each)) for each in every),
     ]
 
@@ -63,7 +63,8 @@ def parts(sizes: tuple[int, ...], gpu: str) -> list[Part]:
 def name_of(each: matrix.Combination) -> str:
     """Kind and name of a combination."""
     kind = "sums" if tq.PRODUCERS[each.producer].moments else "no sums"
-    return f"{kind}{', checked' * each.checked} {'-'.join(map(str, each[:5]))}-{max(each.tokens)}"
+    parts = *each[:5], max(each.tokens), *(f"no {name}" for name in each.left_out)
+    return f"{kind}{', checked' * each.checked} {'-'.join(map(str, parts))}"
 
 
 def run(part: Part) -> tuple[str, float, list[dict[str, Any]]]:
